@@ -16,9 +16,9 @@ from tests.gemma_images import CHATS, GREEDY, KINDS, SMALL, Truth, check_answers
 from tests.image_answers import check_forks, check_upright, tower_of
 from tests.images import GEMMA_IDS, TILE, as_file, chat_of, make_gemma3, picture
 from vllm_lite import LLM
+from vllm_lite.client.media.processors import PanAndScan, SquareSettings, squares_of
 from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.client.media.sources import GivenImage
-from vllm_lite.client.media.squares import PanAndScan, SquareSettings, squares_of
 from vllm_lite.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("images_cut_here")

@@ -21,8 +21,7 @@ from tests.image_answers import check_forks, tower_of
 from tests.images import GEMMA_IDS, as_file, chat_of, make_gemma4, make_unified, picture
 from vllm_lite import LLM
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.client.media.fitted import FittedSettings
-from vllm_lite.client.media.patches import resized
+from vllm_lite.client.media.processors import FittedSettings, resized
 from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.errors import ModelError, RequestError
 

@@ -19,8 +19,8 @@ from tests.deadlines import scaled
 from tests.images import as_file
 from vllm_lite.client.media.decoding import BIG_PIXELS, ORIENTATION, header_of, opened
 from vllm_lite.client.media.image_pool import ImagePool
+from vllm_lite.client.media.processors import TileSettings, tiles_of
 from vllm_lite.client.media.sources import MAX_PIXELS, GivenImage
-from vllm_lite.client.media.tiles import TileSettings, tiles_of
 from vllm_lite.errors import RequestError
 
 SETTINGS = TileSettings(32, 64)

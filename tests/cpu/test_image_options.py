@@ -12,9 +12,9 @@ from tests.unit.test_time_slice import own_slice_ns, slice_of
 from vllm_lite import LLM, SamplingParams
 from vllm_lite.client.media import image_pool
 from vllm_lite.client.media.image_pool import ImagePool
+from vllm_lite.client.media.processors import TileSettings, tiles_of
 from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.client.media.sources import GivenImage
-from vllm_lite.client.media.tiles import TileSettings, tiles_of
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.transport.time_slice import short_slices

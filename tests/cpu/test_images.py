@@ -22,8 +22,8 @@ from tests.lora_adapters import adapt
 from vllm_lite import LLM, AsyncClient, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.image_pool import ImagePool
+from vllm_lite.client.media.processors import TileSettings, tiles_of
 from vllm_lite.client.media.sources import GivenImage
-from vllm_lite.client.media.tiles import TileSettings, tiles_of
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.spans import ShownMedia, Text
 from vllm_lite.config import EngineConfig

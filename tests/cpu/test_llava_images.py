@@ -29,7 +29,7 @@ from tests.images import PINPOINTS, SQUARE, as_file, make_llava, make_onevision,
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.layer_specs import anyres
 from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec
-from vllm_lite.client.media.grids import GridSettings, grid_of
+from vllm_lite.client.media.processors import GridSettings, grid_of
 from vllm_lite.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("images_cut_here")

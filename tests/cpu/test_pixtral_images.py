@@ -17,8 +17,7 @@ from tests.checkpoints import transformers_model
 from tests.image_answers import GREEDY, Answer, check_another_pixel, check_answers, generated, tower_of, ways
 from tests.images import as_file, chat_of, chats, make_mistral3, make_pixtral, picture
 from vllm_lite import LLM
-from vllm_lite.client.media.patches import resized
-from vllm_lite.client.media.rows import RowSettings
+from vllm_lite.client.media.processors import RowSettings, resized
 from vllm_lite.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("images_cut_here")

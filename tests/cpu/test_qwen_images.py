@@ -18,7 +18,7 @@ from tests.images import QWEN_VISION, as_file, chat_of, chats, make_qwen, pictur
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.attention.step_batch import AXIS_BITS, AXIS_MASK, on_axes
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.client.media.patches import PatchSettings, resized
+from vllm_lite.client.media.processors import PatchSettings, resized
 from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.client.spans import ShownMedia

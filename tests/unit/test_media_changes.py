@@ -6,11 +6,7 @@ import msgspec
 import pytest
 
 from vllm_lite.client.media.changes import NoChanges, PatchChanges, RowChanges, TileChanges, changed
-from vllm_lite.client.media.grids import GridSettings
-from vllm_lite.client.media.image_process import ProcessorSettings
-from vllm_lite.client.media.patches import PatchSettings
-from vllm_lite.client.media.rows import RowSettings
-from vllm_lite.client.media.tiles import TileSettings
+from vllm_lite.client.media.processors import GridSettings, PatchSettings, ProcessorSettings, RowSettings, TileSettings
 from vllm_lite.errors import RequestError
 
 TILES, PATCHES, ROWS = TileSettings(32, 64), PatchSettings(16, 256, 4096), RowSettings(16, 64, 64)

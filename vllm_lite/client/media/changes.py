@@ -9,12 +9,8 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.client.media.fitted import BUDGETS, FittedSettings
-from vllm_lite.client.media.image_process import ProcessorSettings
-from vllm_lite.client.media.patches import PatchSettings
-from vllm_lite.client.media.rows import RowSettings
-from vllm_lite.client.media.squares import PanAndScan, SquareSettings
-from vllm_lite.client.media.tiles import MAX_EDGE, TileSettings
+from vllm_lite.client.media import processors
+from vllm_lite.client.media.processors import BUDGETS, MAX_EDGE, PanAndScan, ProcessorSettings
 from vllm_lite.errors import RequestError
 
 Pixels = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -42,13 +38,13 @@ class _Longest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest_edge: Pixels
 
 
-class TileChanges(SizeChanges[TileSettings], frozen=True):
+class TileChanges(SizeChanges[processors.TileSettings], frozen=True):
     """Changes for the processor of Idefics 3 and SmolVLM."""
 
     size: _Longest | None = None
     do_image_splitting: bool | None = None
 
-    def of(self, settings: TileSettings) -> TileSettings:
+    def of(self, settings: processors.TileSettings) -> processors.TileSettings:
         longest = settings.longest_edge if self.size is None else self.size.longest_edge
         if longest > MAX_EDGE:
             raise RequestError(f"mm_processor_kwargs: size.longest_edge is at most {MAX_EDGE}, got {longest}")
@@ -63,7 +59,7 @@ class _Edges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest_edge: Pixels | None = None
 
 
-class PatchChanges(SizeChanges[PatchSettings], frozen=True):
+class PatchChanges(SizeChanges[processors.PatchSettings], frozen=True):
     """Changes for Qwen's processors."""
 
     size: _Edges = _Edges()
@@ -76,7 +72,7 @@ class PatchChanges(SizeChanges[PatchSettings], frozen=True):
             self.size.longest_edge or 0, self.max_pixels or 0, self.size.shortest_edge or 0, self.min_pixels or 0
         )
 
-    def of(self, settings: PatchSettings) -> PatchSettings:
+    def of(self, settings: processors.PatchSettings) -> processors.PatchSettings:
         least = self.min_pixels or self.size.shortest_edge or settings.least
         most = self.max_pixels or self.size.longest_edge or settings.most
         if not least <= most or most < settings.unit**2:
@@ -93,7 +89,7 @@ class _Sides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     width: Pixels | None = None
 
 
-class RowChanges(SizeChanges[RowSettings], frozen=True):
+class RowChanges(SizeChanges[processors.RowSettings], frozen=True):
     """Changes for Pixtral's processor."""
 
     size: _Sides = _Sides()
@@ -102,7 +98,7 @@ class RowChanges(SizeChanges[RowSettings], frozen=True):
     def pixels(self) -> int:
         return (self.size.height or 0) * (self.size.width or 0) or (self.size.longest_edge or 0) ** 2
 
-    def of(self, settings: RowSettings) -> RowSettings:
+    def of(self, settings: processors.RowSettings) -> processors.RowSettings:
         own = self.size
         if own.longest_edge:
             return msgspec.structs.replace(settings, height=own.longest_edge, width=own.longest_edge)
@@ -111,7 +107,7 @@ class RowChanges(SizeChanges[RowSettings], frozen=True):
         )
 
 
-class SquareChanges(SizeChanges[SquareSettings], frozen=True):
+class SquareChanges(SizeChanges[processors.SquareSettings], frozen=True):
     """Changes for Gemma 3's processor."""
 
     do_pan_and_scan: bool | None = None
@@ -119,7 +115,7 @@ class SquareChanges(SizeChanges[SquareSettings], frozen=True):
     pan_and_scan_max_num_crops: Annotated[int, Meta(ge=1, le=16)] | None = None
     pan_and_scan_min_ratio_to_activate: Annotated[float, Meta(gt=0)] | None = None
 
-    def of(self, settings: SquareSettings) -> SquareSettings:
+    def of(self, settings: processors.SquareSettings) -> processors.SquareSettings:
         pans = settings.pan is not None if self.do_pan_and_scan is None else self.do_pan_and_scan
         if not pans:
             return msgspec.structs.replace(settings, pan=None)
@@ -132,12 +128,12 @@ class SquareChanges(SizeChanges[SquareSettings], frozen=True):
         return msgspec.structs.replace(settings, pan=pan)
 
 
-class FittedChanges(SizeChanges[FittedSettings], frozen=True):
+class FittedChanges(SizeChanges[processors.FittedSettings], frozen=True):
     """Changes for Gemma 4's processor."""
 
     max_soft_tokens: int | None = None
 
-    def of(self, settings: FittedSettings) -> FittedSettings:
+    def of(self, settings: processors.FittedSettings) -> processors.FittedSettings:
         most = settings.most_tokens if self.max_soft_tokens is None else self.max_soft_tokens
         if most not in BUDGETS:
             raise RequestError(

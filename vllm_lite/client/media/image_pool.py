@@ -10,14 +10,8 @@ from hashlib import blake2b
 import msgspec
 
 from vllm_lite.client.media import image_process
-from vllm_lite.client.media.image_process import (
-    Answer,
-    ImageJob,
-    ImageRefused,
-    ImageSettings,
-    Made,
-    ProcessorSettings,
-)
+from vllm_lite.client.media.image_process import Answer, ImageJob, ImageRefused, ImageSettings
+from vllm_lite.client.media.processors import Preprocessed, ProcessorSettings
 from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.errors import RequestError
 from vllm_lite.runtime import supervise
@@ -76,11 +70,11 @@ class ImagePool:
         self._lock = threading.Lock()
         self._lock_fd = os.memfd_create("images")
         self._idle: list[_Process] = []
-        self._kept: OrderedDict[_Key, Made] = OrderedDict()
+        self._kept: OrderedDict[_Key, Preprocessed] = OrderedDict()
         self._kept_bytes = 0
         self._by_uuid: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # (owner, uuid) -> the file's digest
 
-    def made(self, image: GivenImage, settings: ProcessorSettings | None = None) -> Made:
+    def made(self, image: GivenImage, settings: ProcessorSettings | None = None) -> Preprocessed:
         """Preprocess an image by the model's settings, or by `settings`. Raises RequestError with one sentence."""
         settings = settings or self.settings
         digest = None if image.data is None else blake2b(image.data, digest_size=32).digest()
@@ -132,7 +126,7 @@ class ImagePool:
             self._idle.append(process)
         return answer
 
-    def _keep(self, key: _Key, made: Made) -> None:
+    def _keep(self, key: _Key, made: Preprocessed) -> None:
         with self._lock:
             if key in self._kept:
                 return

@@ -1,7 +1,7 @@
 """Preprocesses images in a process of its own, so that the kernel limits time and memory per file.
 
-Each ImageJob is answered with ImageTiles or ImageRefused, in order. A file that takes more processor time ends the
-process, and its owner starts another.
+Each ImageJob is answered in order, with the preprocessed image or with ImageRefused. A file that takes more processor
+time ends the process, and its owner starts another.
 """
 
 import ctypes
@@ -10,18 +10,11 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
 
 from vllm_lite.client.media.decoding import BIG_PIXELS, header_of
-from vllm_lite.client.media.fitted import FittedSettings
-from vllm_lite.client.media.grids import GridSettings, ImageGrid, grid_of
-from vllm_lite.client.media.patches import ImagePatches, PatchSettings, resized
-from vllm_lite.client.media.rows import RowSettings
-from vllm_lite.client.media.squares import ImageSquares, SquareSettings, squares_of
-from vllm_lite.client.media.tiles import ImageTiles, TileSettings, tiles_of
+from vllm_lite.client.media.processors import Preprocessed, ProcessorSettings, preprocessed
 from vllm_lite.errors import RequestError
 from vllm_lite.runtime.frames import frame, read_frame
 from vllm_lite.runtime.supervise import run_child
@@ -36,20 +29,6 @@ NICENESS = 5
 """Niceness of the process: with this value it gets a quarter of an engine thread's share of a busy core."""
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 256 * 1024
 """glibc's option, and the size from which an allocation is mapped separately."""
-
-ProcessorSettings = TileSettings | PatchSettings | RowSettings | GridSettings | SquareSettings | FittedSettings
-Made = ImageTiles | ImagePatches | ImageGrid | ImageSquares
-"""A preprocessed image."""
-
-
-_MAKERS: dict[type, Callable[[bytes, Any], Made]] = {
-    TileSettings: tiles_of,
-    PatchSettings: resized,
-    RowSettings: resized,
-    GridSettings: grid_of,
-    SquareSettings: squares_of,
-    FittedSettings: resized,
-}
 
 
 class ImageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,7 +49,7 @@ class ImageRefused(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Answer = ImageTiles | ImagePatches | ImageGrid | ImageSquares | ImageRefused
+Answer = Preprocessed | ImageRefused
 
 
 def main(settings: ImageSettings, stop: Wakeup) -> int:
@@ -114,7 +93,7 @@ def _answer_in_turn(data: bytes, settings: ProcessorSettings, lock_fd: int) -> A
 def answer(data: bytes, settings: ProcessorSettings) -> Answer:
     """Make the image, or a refusal with the reason."""
     try:
-        return _MAKERS[type(settings)](data, settings)
+        return preprocessed(data, settings)
     except RequestError as error:
         return ImageRefused(str(error))
     except MemoryError:

@@ -10,10 +10,17 @@ from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
 from vllm_lite.checkpoint.layer_specs.qwen_vision import Qwen2VisionSpec, Qwen3VisionSpec
 from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec, VisionSpec, read_vision
 from vllm_lite.checkpoint.typed_json import read_json
-from vllm_lite.client.media.gemma_writers import FittedWriter, SquareWriter
 from vllm_lite.client.media.image_pool import ImagePool
 from vllm_lite.client.media.sources import MAX_IMAGES, GivenImage, ImageLimits
-from vllm_lite.client.media.writers import GridWriter, ImageWriter, PatchWriter, RowWriter, TileWriter
+from vllm_lite.client.media.writers import (
+    FittedWriter,
+    GridWriter,
+    ImageWriter,
+    PatchWriter,
+    RowWriter,
+    SquareWriter,
+    TileWriter,
+)
 from vllm_lite.client.spans import ShownMedia, Span, Text
 from vllm_lite.errors import ConfigError, RequestError
 

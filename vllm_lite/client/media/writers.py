@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec, Resolution, checked_pinpoints
+from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma3VisionSpec, Gemma4VisionSpec, UnifiedVisionSpec
 from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
 from vllm_lite.checkpoint.layer_specs.qwen_vision import QwenVisionSpec
 from vllm_lite.checkpoint.layer_specs.vision import (
@@ -19,12 +20,18 @@ from vllm_lite.checkpoint.layer_specs.vision import (
     read_processor,
 )
 from vllm_lite.checkpoint.typed_json import Size, convert, read_json
-from vllm_lite.client.media.changes import NoChanges, PatchChanges, RowChanges, SizeChanges, TileChanges, changed
-from vllm_lite.client.media.grids import GridSettings, ImageGrid
-from vllm_lite.client.media.image_process import ProcessorSettings
-from vllm_lite.client.media.patches import ImagePatches, PatchSettings
-from vllm_lite.client.media.rows import RowSettings
-from vllm_lite.client.media.tiles import ImageTiles, TileSettings
+from vllm_lite.client.media import processors
+from vllm_lite.client.media.changes import (
+    FittedChanges,
+    NoChanges,
+    PatchChanges,
+    RowChanges,
+    SizeChanges,
+    SquareChanges,
+    TileChanges,
+    changed,
+)
+from vllm_lite.client.media.processors import BUDGETS, ColorImage, PanAndScan, ProcessorSettings
 from vllm_lite.client.spans import ShownMedia
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.spans import Media
@@ -86,22 +93,22 @@ def in_one(colors: bytes, num_tokens: int, rows: int, cols: int) -> Iterator[Sho
     yield ShownMedia(Media("image", digest, num_tokens, grid=grid), colors)
 
 
-class TileWriter(ImageWriter[SiglipSpec, ImageTiles]):
+class TileWriter(ImageWriter[SiglipSpec, processors.ImageTiles]):
     """Idefics 3 and SmolVLM: tiles row by row, then the whole image, each a medium."""
 
     placeholder = "<image>"
     changes = TileChanges
 
-    def read_settings(self, folder: Path, max_pixels: int) -> TileSettings:
+    def read_settings(self, folder: Path, max_pixels: int) -> processors.TileSettings:
         own, size = read_processor(folder, _Tiles), self.vision.image_size
         if own.max_image_size.longest_edge != size or not own.do_resize:
             raise ModelError(
-                f"{folder}: images are resized to tiles of image_size {size}; max_image_size "
+                f"{folder}: images are processors.resized to tiles of image_size {size}; max_image_size "
                 f"{own.max_image_size.longest_edge} with do_resize {own.do_resize} is not supported"
             )
-        return TileSettings(size, own.size.longest_edge, own.resample, own.do_image_splitting, max_pixels)
+        return processors.TileSettings(size, own.size.longest_edge, own.resample, own.do_image_splitting, max_pixels)
 
-    def text(self, image: ImageTiles) -> str:
+    def text(self, image: processors.ImageTiles) -> str:
         vectors = self.placeholder * self.vision.num_tokens
         rows = (
             "".join(f"{AROUND}<row_{row}_col_{col}>{vectors}" for col in range(1, image.cols + 1)) + "\n"
@@ -109,18 +116,18 @@ class TileWriter(ImageWriter[SiglipSpec, ImageTiles]):
         )
         return "".join(rows) + "\n" * (image.rows > 0) + f"{AROUND}{WHOLE}{vectors}{AROUND}"
 
-    def media(self, image: ImageTiles) -> Iterator[ShownMedia]:
+    def media(self, image: processors.ImageTiles) -> Iterator[ShownMedia]:
         for tile in image.tiles:
             yield ShownMedia(Media("image", blake2b(tile, digest_size=32).digest(), self.vision.num_tokens), tile)
 
 
-class PatchWriter(ImageWriter[QwenVisionSpec, ImagePatches]):
+class PatchWriter(ImageWriter[QwenVisionSpec, ColorImage]):
     """Qwen3.5: an image of any size is one medium."""
 
     placeholder = "<|image_pad|>"
     changes = PatchChanges
 
-    def read_settings(self, folder: Path, max_pixels: int) -> PatchSettings:
+    def read_settings(self, folder: Path, max_pixels: int) -> processors.PatchSettings:
         own, vision = read_processor(folder, _Patches), self.vision
         sizes = own.patch_size, own.merge_size, own.temporal_patch_size
         if sizes != (vision.patch_size, vision.merge, vision.frames) or not own.do_resize:
@@ -129,26 +136,26 @@ class PatchWriter(ImageWriter[QwenVisionSpec, ImagePatches]):
                 f"{own.do_resize} must be the tower's {(vision.patch_size, vision.merge, vision.frames)}"
             )
         least, most = own.min_pixels or own.size.shortest_edge, own.max_pixels or own.size.longest_edge
-        return PatchSettings(vision.patch_size * vision.merge, least, most, own.resample, max_pixels)
+        return processors.PatchSettings(vision.patch_size * vision.merge, least, most, own.resample, max_pixels)
 
-    def text(self, image: ImagePatches) -> str:
+    def text(self, image: ColorImage) -> str:
         return self.placeholder * self._num_tokens(image)
 
-    def media(self, image: ImagePatches) -> Iterator[ShownMedia]:
+    def media(self, image: ColorImage) -> Iterator[ShownMedia]:
         size = self.vision.patch_size
         return in_one(image.colors, self._num_tokens(image), image.height // size, image.width // size)
 
-    def _num_tokens(self, image: ImagePatches) -> int:
+    def _num_tokens(self, image: ColorImage) -> int:
         return image.height * image.width // (self.vision.patch_size * self.vision.merge) ** 2
 
 
-class RowWriter(ImageWriter[PixtralVisionSpec, ImagePatches]):
+class RowWriter(ImageWriter[PixtralVisionSpec, ColorImage]):
     """Pixtral and Mistral 3: an image of any size is one medium, in rows that end with other tokens."""
 
     placeholder = ROW_TOKENS[0]
     changes = RowChanges
 
-    def read_settings(self, folder: Path, max_pixels: int) -> RowSettings:
+    def read_settings(self, folder: Path, max_pixels: int) -> processors.RowSettings:
         vision, own, raw = self.vision, read_processor(folder, _Rows), folder / PROCESSOR_FILE
         outer = read_json(raw, lambda found: convert(found, _RowTokens)) if raw.is_file() else _RowTokens()
         self._ends, self.placeholder = (outer.image_break_token, outer.image_end_token), outer.image_token
@@ -159,14 +166,14 @@ class RowWriter(ImageWriter[PixtralVisionSpec, ImagePatches]):
                 f"must be the tower's {(vision.patch_size, vision.merge)}"
             )
         height, width = own.size.sides
-        return RowSettings(vision.patch_size * vision.merge, height, width, own.resample, max_pixels)
+        return processors.RowSettings(vision.patch_size * vision.merge, height, width, own.resample, max_pixels)
 
-    def text(self, image: ImagePatches) -> str:
+    def text(self, image: ColorImage) -> str:
         rows, cols = self._grid(image)
         row = self.placeholder * cols
         return self._ends[0].join([row] * rows) + self._ends[1]
 
-    def media(self, image: ImagePatches) -> Iterator[ShownMedia]:
+    def media(self, image: ColorImage) -> Iterator[ShownMedia]:
         grid = self._grid(image)
         return in_one(image.colors, self.vision.num_tokens(*grid), *grid)
 
@@ -174,17 +181,17 @@ class RowWriter(ImageWriter[PixtralVisionSpec, ImagePatches]):
         cols = medium.grid[2]
         return [place % (cols + 1) < cols for place in range(medium.num_tokens)]
 
-    def _grid(self, image: ImagePatches) -> tuple[int, int]:
+    def _grid(self, image: ColorImage) -> tuple[int, int]:
         unit = self.vision.patch_size * self.vision.merge
         return image.height // unit, image.width // unit
 
 
-class GridWriter(ImageWriter[AnyresSpec, ImageGrid]):
+class GridWriter(ImageWriter[AnyresSpec, ColorImage]):
     """LLaVA, LLaVA-NeXT and LLaVA-OneVision: an image is one medium, whose grid is its own size in pixels."""
 
     placeholder = "<image>"
 
-    def read_settings(self, folder: Path, max_pixels: int) -> GridSettings:
+    def read_settings(self, folder: Path, max_pixels: int) -> processors.GridSettings:
         vision, own, edge = self.vision, read_processor(folder, _Squares), self.vision.image_size
         edges = {_edges(own.size, edge), _edges(own.crop_size, edge) if own.do_center_crop else (edge, edge)}
         if edges != {(edge, edge)} or not own.do_resize or (own.do_pad and not vision.pinpoints):
@@ -195,12 +202,12 @@ class GridWriter(ImageWriter[AnyresSpec, ImageGrid]):
         given = own.image_grid_pinpoints if vision.pinpoints else None
         if given is not None and checked_pinpoints(given) != vision.pinpoints:
             raise ModelError(f"{folder}: image_grid_pinpoints of the processor must be those of config.json")
-        return GridSettings(edge, vision.pinpoints, own.resample, max_pixels)
+        return processors.GridSettings(edge, vision.pinpoints, own.resample, max_pixels)
 
-    def text(self, image: ImageGrid) -> str:
+    def text(self, image: ColorImage) -> str:
         return self.placeholder * self.vision.num_tokens(image.height, image.width)
 
-    def media(self, image: ImageGrid) -> Iterator[ShownMedia]:
+    def media(self, image: ColorImage) -> Iterator[ShownMedia]:
         size = image.height, image.width
         return in_one(image.colors, self.vision.num_tokens(*size), *size)
 
@@ -280,3 +287,139 @@ class _Squares(msgspec.Struct):
     do_resize: bool = True
     do_center_crop: bool | None = None
     do_pad: bool | None = None
+
+
+# ---- Gemma. The tokenizer's file names the tokens around an image and that of its vectors.
+
+TOKENIZER_FILE = "tokenizer_config.json"
+
+
+class _SquareEdges(msgspec.Struct):
+    height: Size = 224
+    width: Size = 224
+
+
+class _GemmaSquares(msgspec.Struct):
+    size: _SquareEdges = msgspec.field(default_factory=_SquareEdges)
+    resample: int = 2
+    do_resize: bool = True
+    do_pan_and_scan: bool | None = None
+    pan_and_scan_min_crop_size: Size | None = None
+    pan_and_scan_max_num_crops: Size | None = None
+    pan_and_scan_min_ratio_to_activate: float | None = None
+
+
+class _Fitted(msgspec.Struct):
+    patch_size: Size = 16
+    max_soft_tokens: Size = 280
+    pooling_kernel_size: Size = 3
+    resample: int = 3
+    do_resize: bool = True
+    do_normalize: bool = False
+
+
+class _Named(msgspec.Struct):
+    """A token in full."""
+
+    content: str
+
+
+class _Names(msgspec.Struct):
+    boi_token: str | _Named | None = None
+    image_token: str | _Named | None = None
+    eoi_token: str | _Named | None = None
+
+
+class SquareWriter(ImageWriter[Gemma3VisionSpec, processors.ImageSquares]):
+    """Gemma 3: the whole image and each part of it are media of their own."""
+
+    changes = SquareChanges
+
+    def read_settings(self, folder: Path, max_pixels: int) -> processors.SquareSettings:
+        names = image_tokens(folder, "<start_of_image>", "<image_soft_token>", "<end_of_image>")
+        self.placeholder, self._vector, self._end = names
+        own, edge = read_processor(folder, _GemmaSquares), self.vision.image_size
+        if (own.size.height, own.size.width) != (edge, edge) or not own.do_resize:
+            raise ModelError(
+                f"{folder}: the processor must resize images to the tower's {edge} x {edge} pixels; "
+                f"{own.size.height} x {own.size.width} with do_resize {own.do_resize} is not supported"
+            )
+        pan = PanAndScan(
+            own.pan_and_scan_min_crop_size or PanAndScan().least_size,
+            own.pan_and_scan_max_num_crops or PanAndScan().most_crops,
+            own.pan_and_scan_min_ratio_to_activate or PanAndScan().least_ratio,
+        )
+        return processors.SquareSettings(edge, own.resample, pan if own.do_pan_and_scan else None, max_pixels)
+
+    @property
+    def vector(self) -> str:
+        return self._vector
+
+    def text(self, image: processors.ImageSquares) -> str:
+        one = f"\n\n{self.placeholder}{self._vector * self.vision.num_tokens}{self._end}\n\n"
+        parts = len(image.squares) - 1
+        if not parts:
+            return one
+        crops = " ".join([one] * parts)
+        return f"Here is the original image {one} and here are some crops to help you see better {crops}"
+
+    def media(self, image: processors.ImageSquares) -> Iterator[ShownMedia]:
+        for square in image.squares:
+            digest = blake2b(square, digest_size=32).digest()
+            yield ShownMedia(Media("image", digest, self.vision.num_tokens), square)
+
+
+class FittedWriter(ImageWriter[Gemma4VisionSpec | UnifiedVisionSpec, ColorImage]):
+    """Gemma 4, with a tower or without: an image of any size is one medium."""
+
+    changes = FittedChanges
+
+    def read_settings(self, folder: Path, max_pixels: int) -> processors.FittedSettings:
+        self._begin, self.placeholder, self._end = image_tokens(folder, "<|image>", "<|image|>", "<image|>")
+        own, vision = read_processor(folder, _Fitted), self.vision
+        sizes = own.patch_size, own.pooling_kernel_size
+        if sizes != (vision.patch_size, vision.merge) or own.do_normalize or not own.do_resize:
+            raise ModelError(
+                f"{folder}: the processor's patch_size and pooling_kernel_size {sizes} with do_resize {own.do_resize} "
+                f"and do_normalize {own.do_normalize} must be the model's {(vision.patch_size, vision.merge)} with "
+                "True and False"
+            )
+        if own.max_soft_tokens not in BUDGETS:
+            raise ModelError(
+                f"{folder}: max_soft_tokens must be one of {', '.join(map(str, BUDGETS))}, got {own.max_soft_tokens}"
+            )
+        along = vision.num_positions // (vision.merge if isinstance(vision, Gemma4VisionSpec) else 1)
+        return processors.FittedSettings(
+            vision.patch_size * vision.merge, own.max_soft_tokens, along, own.resample, max_pixels
+        )
+
+    def text(self, image: ColorImage) -> str:
+        rows, cols = self._grid(image)
+        return f"{self._begin}{self.placeholder * (rows * cols)}{self._end}"
+
+    def media(self, image: ColorImage) -> Iterator[ShownMedia]:
+        rows, cols = self._grid(image)
+        return in_one(image.colors, rows * cols, rows, cols)
+
+    def _grid(self, image: ColorImage) -> tuple[int, int]:
+        unit = self.vision.patch_size * self.vision.merge
+        return image.height // unit, image.width // unit
+
+
+def image_tokens(folder: Path, *usual: str) -> tuple[str, ...]:
+    """The tokens before an image, for its vectors, and after it: those named in the tokenizer's settings, or else
+    `usual`."""
+    file = folder / TOKENIZER_FILE
+    found = read_json(file, _names) if file.is_file() else _Names()
+    named = (found.boi_token, found.image_token, found.eoi_token)
+    texts = (token.content if isinstance(token, _Named) else token for token in named)
+    return tuple(text or other for text, other in zip(texts, usual, strict=True))
+
+
+def _names(raw: Any) -> _Names:
+    """Read the names, which may be in a separate table."""
+    if not isinstance(raw, dict):
+        return _Names()
+    tables = (raw.get(name) for name in ("extra_special_tokens", "model_specific_special_tokens"))
+    inner = {key: value for table in tables if isinstance(table, dict) for key, value in table.items()}
+    return convert(inner | {key: raw[key] for key in _Names.__struct_fields__ if raw.get(key)}, _Names)
