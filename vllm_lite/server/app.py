@@ -1,7 +1,7 @@
 """The handlers of OpenAI's routes, and the ASGI application that has all routes."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,7 +13,7 @@ from starlette.routing import Route
 from vllm_lite import __version__
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.generation import Asked, Generation, Made
-from vllm_lite.server.http.application import Guards, guarded
+from vllm_lite.server.http.application import Guards, Handlers, gets, guarded, posts
 from vllm_lite.server.http.dialects import Dialects
 from vllm_lite.server.live_requests import LiveRequests, as_json
 from vllm_lite.server.load_report import load_report
@@ -47,7 +47,6 @@ class ApiRoutes:
         self._root = root
         self._model = generation.model
         self._prompts = generation.prompts
-        self._live = generation.live
         self._calls = generation.live.calls
         self._reader = generation.live.reader
 
@@ -63,15 +62,12 @@ class ApiRoutes:
 
     async def generate(self, request: Request) -> Response:
         asked = await self._generation.read(request, GenerateBody)
-        return self._respond(await self._generation.tokens(asked), asked)
+        return self._generation.respond(await self._generation.tokens(asked), asked)
 
     async def _reporting(self, made: Made, asked: Asked[Any]) -> Response:
-        """As _respond(), with a load report if one is asked for."""
+        """The response, with a load report if one is asked for."""
         report = await load_report(asked.request, self._calls)
-        return self._respond(made._replace(headers={**made.headers, **report}), asked)
-
-    def _respond(self, made: Made, asked: Asked[Any]) -> Response:
-        return self._live.respond(made.call, stream=asked.body.stream, headers=made.headers)
+        return self._generation.respond(made._replace(headers={**made.headers, **report}), asked)
 
     # ---- tokens
 
@@ -135,30 +131,29 @@ def build(
     api: ApiRoutes, live: LiveRequests, more: Sequence[Route], config: ServeConfig, keys: Keys, metrics: Metrics
 ) -> Starlette:
     """Make the ASGI application."""
-    gets: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
-        ("/health", api.health),
-        ("/health/live", api.live),
-        ("/health/ready", api.health),
-        ("/ping", api.health),
-        ("/version", api.version),
-        (METRICS_PATH, metrics.get),
-        ("/openapi.json", api.openapi),
-        ("/v1/models", api.models),
-        ("/v1/models/{model:path}", api.model),
-    ]
-    posts = [
-        ("/v1/completions", api.completions),
-        ("/v1/chat/completions", api.chat),
-        ("/inference/v1/generate", api.generate),
-        ("/tokenize", api.tokenize),
-        ("/detokenize", api.detokenize),
-    ]
-    routes = [Route(path, method, methods=["GET"]) for path, method in gets]
-    routes += [Route(path, live.reader.holding(method), methods=["POST"]) for path, method in posts]
-    routes.append(Route("/ping", api.health, methods=["POST"]))
+    about: Handlers = {
+        "/health": api.health,
+        "/health/live": api.live,
+        "/health/ready": api.health,
+        "/ping": api.health,
+        "/version": api.version,
+        METRICS_PATH: metrics.get,
+        "/openapi.json": api.openapi,
+        "/v1/models": api.models,
+        "/v1/models/{model:path}": api.model,
+    }
+    of_texts = {
+        "/v1/completions": api.completions,
+        "/v1/chat/completions": api.chat,
+        "/inference/v1/generate": api.generate,
+        "/tokenize": api.tokenize,
+        "/detokenize": api.detokenize,
+    }
+    routes = [*gets(about), *posts(of_texts), *posts({"/ping": api.health})]
     routes += [*live.routes(), *pages.routes(), *more]
     if config.disable_fastapi_docs:
         routes = [route for route in routes if route.path not in API_DOCS_PATHS]
+    routes = live.reader.holding_all(routes)
     metrics.know(routes)
     public = {METRICS_PATH} if config.public_metrics else set()
     public |= DOCS_PATHS if config.public_docs else frozenset()

@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 
 from vllm_lite.client.engines.any_session import AnySession
 from vllm_lite.client.prompt import PromptLike, check_room, checked_ids
@@ -237,6 +238,11 @@ class Generation:
             style, parsing=parsing, prompt_logprobs=False, only_scores=False, resumable=False
         )
         return Call(call_id, [self._factory.replayed(call_id, ids, params) for ids in prompts], style)
+
+    def respond(self, made: Made, asked: Asked[Any]) -> Response:
+        """The response that starts a call, streamed if its body asks for that. Raises ApiError if it cannot be resumed
+        as asked."""
+        return self.live.respond(made.call, stream=asked.body.stream, headers=made.headers)
 
     @property
     def generates(self) -> bool:

@@ -26,6 +26,7 @@ from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.calls.restored import restored
 from vllm_lite.server.calls.resumable import ResumableCalls
 from vllm_lite.server.calls.style import AnswerStyle
+from vllm_lite.server.http.application import gets, posts
 from vllm_lite.server.http.auth import name_of, names_of, owner_of, require_admin
 from vllm_lite.server.http.body import BodyReader, decoded
 from vllm_lite.server.openai import bodies
@@ -87,13 +88,9 @@ class LiveRequests:
 
     def routes(self) -> list[Route]:
         path = "/v1/requests/{request_id}"
-        return [
-            Route("/load", self.load, methods=["GET"]),
-            Route(path, self.state, methods=["GET"]),
-            Route(path, self.abort, methods=["DELETE"]),
-            Route(path + "/fork", self.reader.holding(self.fork), methods=["POST"]),
-            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
-        ]
+        changes = {f"{path}/fork": self.fork, "/reset_prefix_cache": self.reset_prefix_cache}
+        end = Route(path, self.abort, methods=["DELETE"])
+        return [*gets({"/load": self.load, path: self.state}), end, *posts(changes)]
 
     async def new_id(self, kind: str, wanted: str | None, request: Request) -> str:
         """Make the id of a new call. Raises ApiError if the sender has a call with the `wanted` id, here or at another

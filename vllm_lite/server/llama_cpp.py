@@ -6,6 +6,7 @@ from starlette.routing import Route
 
 from vllm_lite import __version__
 from vllm_lite.server.generation import Generation
+from vllm_lite.server.http.application import gets
 from vllm_lite.server.live_requests import as_json
 
 
@@ -21,7 +22,7 @@ class LlamaCppRoutes:
         self._template = template or ""
 
     def routes(self) -> list[Route]:
-        return [Route("/props", self.props, methods=["GET"]), Route("/slots", self.slots, methods=["GET"])]
+        return gets({"/props": self.props, "/slots": self.slots})
 
     async def props(self, _: Request) -> Response:
         model = self._model

@@ -17,6 +17,7 @@ from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.marked import MarkedWriter
 from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.calls.restored import restored
+from vllm_lite.server.http.application import gets
 from vllm_lite.server.http.auth import name_of, owner_of
 from vllm_lite.server.live_requests import LiveRequests, Member, id_in
 from vllm_lite.server.openai.errors import ApiError, refused
@@ -32,7 +33,7 @@ class Resumption:
         self._calls = live.calls
 
     def routes(self) -> list[Route]:
-        return [Route("/v1/requests/{request_id}/stream", self.stream, methods=["GET"])]
+        return gets({"/v1/requests/{request_id}/stream": self.stream})
 
     async def stream(self, request: Request) -> Response:
         """Continue a resumable stream after the event named by the header Last-Event-ID."""

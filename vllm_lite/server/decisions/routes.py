@@ -19,6 +19,7 @@ from vllm_lite.server.calls.list_call import ListCall, Window, running
 from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.decisions.bodies import DecisionBody
 from vllm_lite.server.generation import Asked, Generation
+from vllm_lite.server.http.application import posts
 from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.http.body import memory_of
 from vllm_lite.server.http.long_work import through
@@ -43,7 +44,7 @@ class DecisionRoutes:
         self._is_deterministic = is_deterministic
 
     def routes(self) -> list[Route]:
-        return [Route(PATH, self._generation.live.reader.holding(self.decide), methods=["POST"])]
+        return posts({PATH: self.decide})
 
     async def decide(self, request: Request) -> Response:
         asked = await self._generation.read(request, DecisionBody)

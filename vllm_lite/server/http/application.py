@@ -1,6 +1,6 @@
 """Routes as an ASGI application, with checks of callers, web pages and keys, and handlers of errors."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from starlette.applications import Starlette
@@ -17,6 +17,17 @@ from vllm_lite.server.http.callers import LOCAL_PAGES, Callers
 from vllm_lite.server.http.dialects import Dialects
 from vllm_lite.server.http.paths import PathMiddleware
 from vllm_lite.server.openai.errors import ApiError, shown
+
+Handlers = Mapping[str, Callable[[Request], Awaitable[Response]]]
+"""Handlers by the paths of their routes."""
+
+
+def gets(handlers: Handlers) -> list[Route]:
+    return [Route(path, handler, methods=["GET"]) for path, handler in handlers.items()]
+
+
+def posts(handlers: Handlers) -> list[Route]:
+    return [Route(path, handler, methods=["POST"]) for path, handler in handlers.items()]
 
 
 class Guards(NamedTuple):

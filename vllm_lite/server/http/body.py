@@ -8,12 +8,13 @@ import asyncio
 import codecs
 import io
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http.callers import is_page
@@ -82,6 +83,10 @@ class BodyReader:
                 self.held_bytes -= request.scope.pop(_HELD, 0)
 
         return held
+
+    def holding_all(self, routes: Iterable[Route]) -> list[Route]:
+        """The routes with `holding` endpoints."""
+        return [Route(route.path, self.holding(route.endpoint), methods=route.methods) for route in routes]
 
     async def hold(self, request: Request, data: bytes | memoryview) -> None:
         """Count `data`, stored data that the request refers to, as a part of its body. Raises ApiError."""

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.view import BlockContent, GetBlock
 from vllm_lite.server.calls.registry import PROBE_TIMEOUT_S, Calls
+from vllm_lite.server.http.application import gets
 from vllm_lite.server.http.auth import require_watcher
 from vllm_lite.server.live.feed import Feed
 from vllm_lite.server.live_requests import as_json
@@ -38,11 +39,7 @@ class LiveRoutes:
         self._settings = settings
 
     def routes(self) -> list[Route]:
-        return [
-            Route(PATH, self.live, methods=["GET"]),
-            Route(OF_BLOCK, self.block, methods=["GET"]),
-            Route(OF_SETTINGS, self.settings, methods=["GET"]),
-        ]
+        return gets({PATH: self.live, OF_BLOCK: self.block, OF_SETTINGS: self.settings})
 
     async def live(self, request: Request) -> Response:
         require_watcher(request)

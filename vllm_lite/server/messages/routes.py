@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.generation import Asked, Generation
+from vllm_lite.server.http.application import posts
 from vllm_lite.server.http.dialects import REQUEST_ID
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.messages.answers import MessageWriter
@@ -29,12 +30,8 @@ class MessagesRoutes:
         self._live = generation.live
 
     def routes(self) -> list[Route]:
-        posts = [
-            ("/v1/messages", self.create),
-            ("/v1/messages/count_tokens", self.count_tokens),
-            ("/v1/messages/render", self.render),
-        ]
-        return [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
+        path = "/v1/messages"
+        return posts({path: self.create, f"{path}/count_tokens": self.count_tokens, f"{path}/render": self.render})
 
     async def create(self, request: Request) -> Response:
         asked = await self._asked(request)

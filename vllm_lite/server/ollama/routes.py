@@ -12,6 +12,7 @@ from starlette.routing import Route
 from vllm_lite import __version__
 from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.generation import Asked, Generation, Made
+from vllm_lite.server.http.application import gets, posts
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.ollama import chats
 from vllm_lite.server.ollama.answers import NS, Kind, OllamaWriter, created_at, said
@@ -46,17 +47,11 @@ class OllamaRoutes:
         self._max_model_len = generation.model.max_model_len
 
     def routes(self) -> list[Route]:
-        posts = [
-            ("/api/chat", self.chat),
-            ("/api/generate", self.generate),
-            ("/api/show", self.show),
-            ("/api/pull", self.pull),
-            ("/api/embed", self.embed),
-            ("/api/embeddings", self.embed_one),
-        ]
-        gets = [("/api/tags", self.tags), ("/api/ps", self.running), ("/api/version", self.version)]
-        made = [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
-        return made + [Route(path, method, methods=["GET"]) for path, method in gets]
+        of_prompts = {"/api/chat": self.chat, "/api/generate": self.generate}
+        of_texts = {"/api/embed": self.embed, "/api/embeddings": self.embed_one}
+        of_model = {"/api/show": self.show, "/api/pull": self.pull}
+        about = {"/api/tags": self.tags, "/api/ps": self.running, "/api/version": self.version}
+        return posts({**of_prompts, **of_texts, **of_model}) + gets(about)
 
     async def chat(self, request: Request) -> Response:
         asked = await self._asked(request, OllamaChatBody)

@@ -48,7 +48,7 @@ def _route(path: str, content: bytes, kind: str) -> Route:
     async def show(_: Request) -> Response:
         return Response(content, media_type=kind, headers=headers)
 
-    return Route(path, show, methods=["GET"])
+    return Route(path, show)
 
 
 def policy(page: bytes) -> str:

@@ -16,6 +16,7 @@ from vllm_lite.client.token_classes import BACKGROUND, EntityFinder
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 from vllm_lite.server.generation import Asked
+from vllm_lite.server.http.application import posts
 from vllm_lite.server.http.body import Endpoint
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.errors import ApiError, refused
@@ -50,7 +51,7 @@ class PoolingRoutes:
         self._labels = runs.factory.limits.pooler.labels
 
     def routes(self) -> list[Route]:
-        posts: list[tuple[str, type[Any], Method]] = [
+        routes: list[tuple[str, type[Any], Method]] = [
             ("/v1/embeddings", EmbeddingBody, self.embeddings),
             ("/v2/embed", CohereEmbedBody, self.cohere),
             ("/pooling", PoolingBody, self.pooling),
@@ -59,8 +60,7 @@ class PoolingRoutes:
             *((path, ScoreBody, self.score) for path in ("/score", "/v1/score")),
             *((path, RerankBody, self.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         ]
-        holding = self._generation.live.reader.holding
-        return [Route(path, holding(self._reading(kind, method)), methods=["POST"]) for path, kind, method in posts]
+        return posts({path: self._reading(kind, method) for path, kind, method in routes})
 
     async def invoked(self, request: Request, data: bytes, fields: Collection[str]) -> Response | None:
         """Answer a body by the route that its `fields` belong to; None if they belong to none. Raises ApiError."""

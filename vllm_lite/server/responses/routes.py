@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from vllm_lite.server.calls.response import PING_S
 from vllm_lite.server.generation import Asked, Generation
+from vllm_lite.server.http.application import gets, posts
 from vllm_lite.server.http.auth import holder_of, name_of, owner_of
 from vllm_lite.server.http.body import memory_of
 from vllm_lite.server.http.disconnect import until_disconnected
@@ -55,16 +56,11 @@ class ResponsesRoutes:
 
     def routes(self) -> list[Route]:
         path = "/v1/responses/{response_id}"
-        create, count = self._live.reader.holding(self.create), self._live.reader.holding(self.count)
-        return [
-            Route("/v1/responses", create, methods=["POST"]),
-            Route("/v1/responses/input_tokens", count, methods=["POST"]),
-            Route("/v1/responses/render", self._live.reader.holding(self.render), methods=["POST"]),
-            Route(path, self.retrieve, methods=["GET"]),
-            Route(path, self.delete, methods=["DELETE"]),
-            Route(path + "/cancel", self.cancel, methods=["POST"]),
-            Route(path + "/input_items", self._live.reader.holding(self.input_items), methods=["GET"]),
-        ]
+        of_bodies = {"": self.create, "/input_tokens": self.count, "/render": self.render}
+        routes = posts({f"/v1/responses{end}": handler for end, handler in of_bodies.items()})
+        routes += gets({path: self.retrieve, f"{path}/input_items": self.input_items})
+        routes += posts({f"{path}/cancel": self.cancel})
+        return [*routes, Route(path, self.delete, methods=["DELETE"])]
 
     # ---- the routes
 

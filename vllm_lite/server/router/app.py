@@ -3,11 +3,10 @@
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from vllm_lite.server.app import API_DOCS_PATHS, DIALECTS, DOCS_PATHS
 from vllm_lite.server.config import Keys, ServeConfig
-from vllm_lite.server.http.application import Guards, guarded
+from vllm_lite.server.http.application import Guards, gets, guarded
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.metrics import PATH as METRICS_PATH
@@ -29,8 +28,8 @@ def build(fleet: Fleet, config: ServeConfig, keys: Keys) -> Starlette:
     async def document(_: Request) -> Response:
         return as_json(openapi.document(config.root))
 
-    documents = [*pages.routes(), Route("/openapi.json", document, methods=["GET"])]
+    documents = [*pages.routes(), *gets({"/openapi.json": document})]
     if config.disable_fastapi_docs:
         documents = [route for route in documents if route.path not in API_DOCS_PATHS]
     routes = [*OllamaManagement(fleet, reader).routes(), *own.routes(), *RouterLive(fleet).routes(), *documents]
-    return guarded([*routes, own.rest()], Guards(config, keys, DIALECTS, public))
+    return guarded(reader.holding_all([*routes, own.rest()]), Guards(config, keys, DIALECTS, public))

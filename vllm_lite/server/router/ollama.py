@@ -19,6 +19,7 @@ from vllm_lite.checkpoint.hub import HubSource, is_hub_id, local_folder
 from vllm_lite.checkpoint.hub_cache import remove_cached
 from vllm_lite.checkpoint.library_names import hub_id
 from vllm_lite.errors import ConfigError, VllmLiteError
+from vllm_lite.server.http.application import gets, posts
 from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import as_json
@@ -65,19 +66,11 @@ class OllamaManagement:
         self._num_pulls = 0
 
     def routes(self) -> list[Route]:
-        gets = [("/api/tags", self.tags), ("/api/ps", self.running), ("/api/version", self.version)]
-        posts = [
-            ("/api/show", self.show),
-            ("/api/pull", self.pull),
-            ("/api/copy", self.copy),
-            ("/api/chat", self.generate),
-            ("/api/generate", self.generate),
-            ("/api/embed", self.generate),
-            ("/api/embeddings", self.generate),
-        ]
-        routes = [Route(path, method, methods=["GET"]) for path, method in gets]
-        routes += [Route(path, self._reader.holding(method), methods=["POST"]) for path, method in posts]
-        return [*routes, Route("/api/delete", self._reader.holding(self.delete), methods=["DELETE"])]
+        about = {"/api/tags": self.tags, "/api/ps": self.running, "/api/version": self.version}
+        of_model = {"/api/show": self.show, "/api/pull": self.pull, "/api/copy": self.copy}
+        forwarded = dict.fromkeys(("/api/chat", "/api/generate", "/api/embed", "/api/embeddings"), self.generate)
+        delete = Route("/api/delete", self.delete, methods=["DELETE"])
+        return [*gets(about), *posts({**of_model, **forwarded}), delete]
 
     async def version(self, _: Request) -> Response:
         return as_json({"version": __version__})

@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from vllm_lite import __version__
 from vllm_lite.errors import EngineError
+from vllm_lite.server.http.application import gets, posts
 from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import as_json
@@ -43,33 +44,31 @@ class RouterRoutes:
         self._adapters: dict[str, str] = {}
 
     def routes(self) -> list[Route]:
-        gets = [
-            ("/health", self.health),
-            ("/health/live", self.live),
-            ("/health/ready", self.health),
-            ("/version", self.version),
-            ("/load", self.load_of_all),
-            ("/metrics", self.metrics),
-            ("/v1/models", self.models),
-            ("/models", self.models),
-            ("/v1/models/{model:path}", self.model),
-            ("/running", self.running),
-            ("/unload", self.unload_all),
-        ]
-        posts = [
-            ("/models/load", self.load),
-            ("/models/unload", self.unload),
-            ("/api/models/unload", self.unload_all),
-            ("/api/models/unload/{model:path}", self.unload),
-        ]
-        routes = [Route(path, method, methods=["GET"]) for path, method in gets]
-        routes += [Route(path, self._reader.holding(method), methods=["POST"]) for path, method in posts]
-        routes.append(Route("/upstream/{rest:path}", self._reader.holding(self.upstream), methods=METHODS))
-        return [*routes, Route("/ping", self.health, methods=["GET", "POST"])]
+        about = {
+            "/health": self.health,
+            "/health/live": self.live,
+            "/health/ready": self.health,
+            "/version": self.version,
+            "/load": self.load_of_all,
+            "/metrics": self.metrics,
+            "/v1/models": self.models,
+            "/models": self.models,
+            "/v1/models/{model:path}": self.model,
+            "/running": self.running,
+            "/unload": self.unload_all,
+        }
+        of_models = {
+            "/models/load": self.load,
+            "/models/unload": self.unload,
+            "/api/models/unload": self.unload_all,
+            "/api/models/unload/{model:path}": self.unload,
+        }
+        upstream = Route("/upstream/{rest:path}", self.upstream, methods=METHODS)
+        return [*gets(about), *posts(of_models), upstream, Route("/ping", self.health, methods=["GET", "POST"])]
 
     def rest(self) -> Route:
         """The fallback route, which forwards."""
-        return Route("/{path:path}", self._reader.holding(self.forward), methods=METHODS)
+        return Route("/{path:path}", self.forward, methods=METHODS)
 
     # ---- models
 

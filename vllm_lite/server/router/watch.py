@@ -15,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from vllm_lite.server.calls.registry import PROBE_TIMEOUT_S
+from vllm_lite.server.http.application import gets
 from vllm_lite.server.http.auth import KEY_HEADERS, require_watcher
 from vllm_lite.server.live.feed import INTERVAL_S, MAX_WATCHERS, event
 from vllm_lite.server.live.routes import OF_BLOCK, OF_SETTINGS, PATH
@@ -50,8 +51,7 @@ class RouterLive:
         self._num_watchers = 0
 
     def routes(self) -> list[Route]:
-        of_model = [Route(path, self.of_model, methods=["GET"]) for path in (OF_BLOCK, OF_SETTINGS)]
-        return [Route(PATH, self.live, methods=["GET"]), *of_model]
+        return gets({PATH: self.live, OF_BLOCK: self.of_model, OF_SETTINGS: self.of_model})
 
     async def live(self, request: Request) -> Response:
         require_watcher(request)

@@ -12,6 +12,7 @@ from vllm_lite.client.lora import LOAD_TIMEOUT_S
 from vllm_lite.protocol.adapters import AdapterAnswer
 from vllm_lite.runtime.nested_settings import wrong_adapter_name
 from vllm_lite.server.generation import Generation
+from vllm_lite.server.http.application import posts
 from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.openai.bodies import LoadAdapterBody, UnloadAdapterBody
 from vllm_lite.server.openai.errors import ApiError, InvalidUserInput
@@ -25,8 +26,7 @@ class AdapterRoutes:
         self._live = generation.live
 
     def routes(self) -> list[Route]:
-        posts = [("/v1/load_lora_adapter", self.load), ("/v1/unload_lora_adapter", self.unload)]
-        return [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
+        return posts({"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload})
 
     async def load(self, request: Request) -> Response:
         require_admin(request)

@@ -17,6 +17,7 @@ from vllm_lite.protocol.api import Finished, TokenLogprobs, Tokens
 from vllm_lite.protocol.stats import FinishReason
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.generation import Asked, Generation
+from vllm_lite.server.http.application import posts
 from vllm_lite.server.http.disconnect import Threads
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, CompletionBody
@@ -47,8 +48,7 @@ class DerenderRoutes:
         self._threads = Threads(1, "derender")
 
     def routes(self) -> list[Route]:
-        posts = [("/v1/chat/completions/derender", self.chat), ("/v1/completions/derender", self.completion)]
-        return [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
+        return posts({"/v1/chat/completions/derender": self.chat, "/v1/completions/derender": self.completion})
 
     async def chat(self, request: Request) -> Response:
         asked = await self._generation.read(request, DerenderChatBody)

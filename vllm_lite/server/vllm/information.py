@@ -14,6 +14,7 @@ from vllm_lite import __version__
 from vllm_lite.client.text.templates import template_source
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.http.application import gets
 from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.errors import ApiError
@@ -33,10 +34,8 @@ class Information:
             self._tokenizer = tokenizer_settings(tokenizer, template)
 
     def routes(self) -> list[Route]:
-        routes = [Route("/server_info", self.server, methods=["GET"])]
-        if self._config.enable_tokenizer_info_endpoint:
-            routes.append(Route("/tokenizer_info", self.tokenizer, methods=["GET"]))
-        return routes
+        tokenizer = {"/tokenizer_info": self.tokenizer} if self._config.enable_tokenizer_info_endpoint else {}
+        return gets({"/server_info": self.server, **tokenizer})
 
     async def server(self, request: Request) -> Response:
         """Answer with the settings, without keys, and the environment; `config_format` is text or json, as in vLLM."""

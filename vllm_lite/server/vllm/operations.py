@@ -11,6 +11,7 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.operations import Operation, Sleep
 from vllm_lite.server.calls.registry import Calls
+from vllm_lite.server.http.application import gets, posts
 from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import as_json
@@ -31,22 +32,21 @@ class OperationRoutes:
         self._num_waiting = 0
 
     def routes(self) -> list[Route]:
-        gets = [
-            ("/is_paused", self.is_paused),
-            ("/is_sleeping", self.is_sleeping),
-            ("/get_world_size", self.world_size),
-        ]
-        posts = [
-            ("/pause", self.pause),
-            ("/resume", self.resume),
-            ("/sleep", self.sleep),
-            ("/wake_up", self.wake_up),
-            ("/start_profile", self.start_profile),
-            ("/stop_profile", self.stop_profile),
-            ("/update_weights", self._reader.holding(self.update_weights)),
-        ]
-        routes = [Route(path, method, methods=["GET"]) for path, method in gets]
-        return routes + [Route(path, method, methods=["POST"]) for path, method in posts]
+        states = {
+            "/is_paused": self.is_paused,
+            "/is_sleeping": self.is_sleeping,
+            "/get_world_size": self.world_size,
+        }
+        operations = {
+            "/pause": self.pause,
+            "/resume": self.resume,
+            "/sleep": self.sleep,
+            "/wake_up": self.wake_up,
+            "/start_profile": self.start_profile,
+            "/stop_profile": self.stop_profile,
+            "/update_weights": self.update_weights,
+        }
+        return gets(states) + posts(operations)
 
     async def pause(self, request: Request) -> Response:
         await self._operate(request, "pause", ("mode", "clear_cache"))

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vllm_lite.server.generation import Asked, Generation, Made
+from vllm_lite.server.generation import Generation
+from vllm_lite.server.http.application import posts
 from vllm_lite.server.http.body import top_level
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.bodies import AbortBody, ChatBody, ChatsBody, CompletionBody
@@ -33,20 +34,19 @@ class VllmRoutes:
         self._information = information
 
     def routes(self) -> list[Route]:
-        posts = [
-            ("/v1/chat/completions/batch", self.chats),
-            ("/v1/chat/completions/render", self.render_chat),
-            ("/v1/completions/render", self.render_completion),
-            ("/invocations", self.invocations),
-            ("/abort_requests", self.abort),
-            ("/inference/v1/abort_requests", self.abort),
-        ]
-        made = [Route(path, self._live.reader.holding(method), methods=["POST"]) for path, method in posts]
-        return made + self._information.routes()
+        of_bodies = {
+            "/v1/chat/completions/batch": self.chats,
+            "/v1/chat/completions/render": self.render_chat,
+            "/v1/completions/render": self.render_completion,
+            "/invocations": self.invocations,
+            "/abort_requests": self.abort,
+            "/inference/v1/abort_requests": self.abort,
+        }
+        return posts(of_bodies) + self._information.routes()
 
     async def chats(self, request: Request) -> Response:
         asked = await self._generation.read(request, ChatsBody)
-        return self._respond(await self._generation.chats(asked), asked)
+        return self._generation.respond(await self._generation.chats(asked), asked)
 
     async def render_chat(self, request: Request) -> Response:
         asked = await self._generation.read(request, ChatBody)
@@ -78,7 +78,7 @@ class VllmRoutes:
         data, fields = await top_level(await self._live.reader.receive(request))
         if "messages" in fields and self._generation.generates:
             chat = await self._generation.asked(request, data, ChatBody)
-            return self._respond(await self._generation.chat(chat), chat)
+            return self._generation.respond(await self._generation.chat(chat), chat)
         if "prompt" not in fields:
             answer = await self._pooled(request, data, fields)
             if answer is None:
@@ -86,16 +86,13 @@ class VllmRoutes:
                 raise ApiError(400, f"{text} and scores, if the model has them")
             return answer
         completion = await self._generation.asked(request, data, CompletionBody)
-        return self._respond(await self._generation.completion(completion), completion)
+        return self._generation.respond(await self._generation.completion(completion), completion)
 
     async def abort(self, request: Request) -> Response:
         """Abort requests by their ids, or by the names that clients gave them. Unknown ids are ignored."""
         body, headers = await self._live.reader.read(request, AbortBody)
         await self._live.end_first([[kind + name for kind in _KINDS] for name in body.request_ids], request)
         return Response(headers=headers)
-
-    def _respond(self, made: Made, asked: Asked[Any]) -> Response:
-        return self._live.respond(made.call, stream=asked.body.stream, headers=made.headers)
 
 
 def _listed(found: Sequence[Any]) -> bytes:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.server.config import Keys, ServeConfig
-from vllm_lite.server.http.application import Guards, guarded
+from vllm_lite.server.http.application import Guards, gets, guarded
 from vllm_lite.server.http.auth import require_watcher
 from vllm_lite.server.http.dialects import OPENAI
 from vllm_lite.server.live_requests import as_json
@@ -37,12 +37,9 @@ class TraceRoutes:
         """One story at a time, as each reads the whole trace."""
 
     def routes(self) -> list[Route]:
-        answers = {
-            "/v1/replay": self.trace,
-            "/v1/replay/moments/{number:int}": self.moment,
-            "/v1/replay/story": self.story,
-        }
-        return [*pages.trace_routes(), *(Route(path, answer, methods=["GET"]) for path, answer in answers.items())]
+        path = "/v1/replay"
+        answers = {path: self.trace, f"{path}/moments/{{number:int}}": self.moment, f"{path}/story": self.story}
+        return pages.trace_routes() + gets(answers)
 
     async def trace(self, request: Request) -> Response:
         require_watcher(request)
