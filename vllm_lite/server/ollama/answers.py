@@ -17,6 +17,8 @@ from vllm_lite.server.openai.logprobs import Spelling
 from vllm_lite.server.openai.parsing import MessageParser
 
 _encode = msgspec.json.encode
+LINES = "application/x-ndjson"
+"""Media type of a stream."""
 NS = 1_000_000_000
 Kind = Literal["chat", "generate"]
 

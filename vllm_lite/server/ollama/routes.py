@@ -15,7 +15,7 @@ from vllm_lite.server.generation import Asked, Generation, Made
 from vllm_lite.server.http.application import gets, posts
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.ollama import chats
-from vllm_lite.server.ollama.answers import NS, Kind, OllamaWriter, created_at, said
+from vllm_lite.server.ollama.answers import LINES, NS, Kind, OllamaWriter, created_at, said
 from vllm_lite.server.ollama.bodies import (
     OllamaBody,
     OllamaChatBody,
@@ -30,8 +30,6 @@ from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.pooling import answers
 from vllm_lite.server.pooling.bodies import PoolingFields
 from vllm_lite.server.pooling.runs import PoolingRuns
-
-LINES = "application/x-ndjson"
 
 B = TypeVar("B", bound=OllamaBody)
 

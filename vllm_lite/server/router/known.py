@@ -1,8 +1,6 @@
 """Facts about models from their files: sizes and descriptions, without loading them."""
 
-from datetime import UTC, datetime
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +14,7 @@ from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.config import DEMO_MODEL, GIB, demo_folder
 from vllm_lite.errors import ModelError
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.server.generation import LATEST
+from vllm_lite.server.ollama.information import details_of, entry_of, iso
 from vllm_lite.server.openai.formats import architectures_of
 from vllm_lite.server.router.catalog import Entry
 
@@ -140,31 +138,12 @@ def _template(path: Path) -> str:
     return ""
 
 
-def tagged(name: str) -> str:
-    """The name with Ollama's default tag, unless it has a tag."""
-    return name if ":" in name else name + LATEST
+def ollama_details(known: Known) -> dict[str, Any]:
+    return details_of(known.facts.format, known.facts.family, known.facts.quantization)
 
 
 def ollama_entry(entry: Entry, name: str, known: Known) -> dict[str, Any]:
     """An entry of /api/tags."""
-    facts = known.facts
     root = "" if entry.config is None else entry.config.model
-    return {
-        "name": tagged(name),
-        "model": tagged(name),
-        "modified_at": iso(known.modified_s),
-        "size": known.num_bytes,
-        "digest": sha256(f"{root}/{known.modified_s}".encode()).hexdigest(),
-        "details": {
-            "parent_model": "",
-            "format": facts.format,
-            "family": facts.family,
-            "families": [facts.family],
-            "parameter_size": "",
-            "quantization_level": facts.quantization,
-        },
-    }
-
-
-def iso(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")
+    digest_of = f"{root}/{known.modified_s}"
+    return entry_of(name, iso(known.modified_s), known.num_bytes, digest_of, ollama_details(known))

@@ -3,28 +3,15 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.router.catalog import Entry
 from vllm_lite.server.router.placement import ModelStatus
 
-
-class Backend(Protocol):
-    """Interface of a model's processes; see ModelServer."""
-
-    @property
-    def pid(self) -> int: ...
-    def ended(self) -> str | None: ...
-    async def start(self) -> None: ...
-    async def sleep(self, level: int) -> None: ...
-    async def wake(self) -> None: ...
-    async def stop(self, grace_s: float = 0.0) -> None: ...
-    async def kill(self) -> None: ...
-
-
 MakeBackend = Callable[[Entry, Callable[[], None]], Any]
-"""Makes the Backend of an entry, which calls the callable when it ends, on any thread."""
+"""Makes the processes of an entry, a ModelServer or a fake of one, which call the callable when they end, on any
+thread."""
 
 
 @dataclass

@@ -23,16 +23,15 @@ from vllm_lite.server.http.application import gets, posts
 from vllm_lite.server.http.auth import require_admin
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import as_json
-from vllm_lite.server.ollama.answers import created_at, said
+from vllm_lite.server.ollama.answers import LINES, created_at, said
+from vllm_lite.server.ollama.information import NEVER, iso, shown_of
 from vllm_lite.server.openai.errors import ApiError, public_text
 from vllm_lite.server.router.catalog import Entry, hub_entry, served_names
 from vllm_lite.server.router.fleet import Fleet
 from vllm_lite.server.router.forward import ForwardedAnswer, RoutedBody, read_routed
-from vllm_lite.server.router.known import describe, forget_hub, iso, ollama_entry
+from vllm_lite.server.router.known import describe, forget_hub, ollama_details, ollama_entry
 from vllm_lite.server.router.member import FleetModel
 
-LINES = "application/x-ndjson"
-FOREVER = "9999-12-31T23:59:59Z"
 PROGRESS_S = 0.25
 MAX_PULLS = 2
 _CONTENTS = ("messages", "prompt", "input", "suffix", "images")
@@ -204,7 +203,7 @@ def _running(member: FleetModel) -> dict[str, Any]:
     return {
         **ollama_entry(member.entry, member.entry.name, known),
         "size": member.status.held_bytes or known.num_bytes,
-        "expires_at": FOREVER if keep_s is None else iso(time.time() + keep_s),
+        "expires_at": NEVER if keep_s is None else iso(time.time() + keep_s),
         "size_vram": 0 if member.state == "sleeping" else member.status.held_bytes,
         "context_length": length or 0,
     }
@@ -213,17 +212,8 @@ def _running(member: FleetModel) -> dict[str, Any]:
 def _shown(member: FleetModel) -> dict[str, Any]:
     """The answer of /api/show for an unloaded model."""
     known = describe(member.entry)
-    family, length = known.facts.family, known.facts.context_length
-    return {
-        "license": "",
-        "modelfile": f"# served by vllm_lite\nFROM {member.entry.name}\n",
-        "parameters": "",
-        "template": "",
-        "details": ollama_entry(member.entry, member.entry.name, known)["details"],
-        "model_info": {"general.architecture": family, **({f"{family}.context_length": length} if length else {})},
-        "capabilities": list(known.capabilities),
-        "modified_at": iso(known.modified_s),
-    }
+    name, length, when = member.entry.name, known.facts.context_length, iso(known.modified_s)
+    return shown_of(name, ollama_details(known), length, known.capabilities, when)
 
 
 def _unloaded(request: Request, routed: RoutedBody) -> Response:
