@@ -62,8 +62,11 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         "auto"
     )
     quantization: Annotated[
-        Literal["int8", "fp8", "int4", "int4_g32"] | None,
-        about("quantize the weights of matrix products on load; fp8 and int4 in groups of 128 inputs, int4_g32 of 32"),
+        Literal["int8", "fp8", "int4", "int4_g32", "awq", "gptq", "compressed-tensors", "gguf"] | None,
+        about(
+            "quantize the weights of matrix products on load: fp8 and int4 in groups of 128 inputs, int4_g32 of 32; "
+            "other names are those of checkpoints, which are found out as well"
+        ),
     ] = None
     max_model_len: Annotated[
         Count | None,
@@ -88,7 +91,9 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         dict[str, Any] | None, about('JSON with keys that override those of config.json, e.g. {"architectures":["X"]}')
     ] = None
     language_model_only: Annotated[bool, about("load no vision tower, and accept no images")] = False
-    load_format: Annotated[Literal["auto", "safetensors", "dummy"], about("format of weights; dummy: random")] = "auto"
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"], about("format of weights; dummy: random")
+    ] = "auto"
     seed: Annotated[int, about("seed of dummy weights", ge=0)] = 0
     weight_cache: Annotated[
         str | None,
@@ -247,31 +252,19 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         about('profile of POST /start_profile as JSON, e.g. {"profiler":"torch","torch_profiler_dir":"traces"}'),
     ] = None
     ready_timeout_s: Annotated[float, about("maximum seconds for the engine to start", gt=0)] = 600.0
-    heartbeat_timeout_s: Annotated[
-        float,
-        about("seconds of silence after which a process counts as hung", gt=0),
-    ] = 20.0
+    heartbeat_timeout_s: Annotated[float, about("seconds of silence after which a process counts as hung", gt=0)] = 20.0
     max_restarts: Annotated[
         int,
-        about(
-            "maximum restarts in five minutes, of workers and of the engine; 0: their death ends all requests",
-            ge=0,
-        ),
+        about("maximum restarts in five minutes, of workers and of the engine; 0: their death ends all requests", ge=0),
     ] = 10
     recovery_timeout_s: Annotated[
-        float,
-        about(
-            "maximum seconds that clients wait for a dead engine's replacement; 0: they do not",
-            ge=0,
-        ),
+        float, about("maximum seconds that clients wait for a dead engine's replacement; 0: they do not", ge=0)
     ] = 120.0
     standby_workers: Annotated[
         bool, about("keep a second group of worker processes ready to replace the first one if it dies")
     ] = False
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        Section("log, decisions and events"),
-        about("minimum level"),
+        Literal["debug", "info", "warning", "error"], Section("log, decisions and events"), about("minimum level")
     ] = "info"
     log_format: Annotated[Literal["text", "json"], about("format of the log on stderr")] = "text"
     log_config_file: Annotated[
@@ -360,7 +353,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         max_num_seqs, budget = self._step_sizes(DEVICE_DEFAULTS[device], max_model_len)
         chosen = ResolvedConfig.__annotations__
         kept = {name: getattr(self, name) for name in EngineConfig.__struct_fields__ if name not in chosen}
-        kept["model"], kept["dtype"] = model_path, dtype
+        kept["model"], kept["dtype"], kept["quantization"] = model_path, dtype, self.quantization
         of_model = (kv.kv_cache_dtype if kv else None) or dtype
         kept["kv_cache_dtype"] = KV_DTYPE_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype) or of_model
         if self.deterministic:
@@ -456,6 +449,7 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: int
     swap_space: float
     cpu_kvcache_space: float
+    quantization: Literal["int8", "fp8", "int4", "int4_g32"] | None = None
     data_parallel_rank: int = 0  # which of the engines it is
     media_aside: bool = False  # beside the steps of streams, in pieces: on a CPU
     num_stages: int = 1  # that share out the layers; no setting makes it more, as pipelines are not served

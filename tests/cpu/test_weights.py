@@ -253,7 +253,7 @@ def test_dummy_weights_depend_on_the_seed_only(originals, tmp_path):
 
 
 def test_an_unknown_load_format_is_refused(originals):
-    with pytest.raises(ConfigError, match=r"'pt' is not supported; use auto, safetensors, dummy"):
+    with pytest.raises(ConfigError, match=r"'pt' is not supported; use auto, safetensors, gguf, dummy"):
         load(originals["whole"], load_format="pt")
 
 

@@ -128,7 +128,7 @@ def test_values_of_python_callers() -> None:
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
-        ("quantization", "int8, fp8, int4, int4_g32"),
+        ("quantization", "int8, fp8, int4, int4_g32, awq, gptq, compressed-tensors, gguf"),
         ("device", "auto, cpu, cuda"),
         ("block_size", "1, 4, 8, 16, 32, 64, 128"),
         ("kv_cache_dtype", "auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2, int8"),

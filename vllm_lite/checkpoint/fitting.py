@@ -1,6 +1,11 @@
 """Compatibility of an engine's settings with a model's config.json, checked by both `serve` and `plan`."""
 
+from collections.abc import Mapping
+from typing import cast, get_args
+
 from vllm_lite.checkpoint.model_spec import ModelSpec
+from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.quantization.spec import Awq, BlockScaled, Gguf, Gptq, Mixed, PackedInts, QuantizationSpec
 from vllm_lite.checkpoint.shard import Shard, Stage
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError
@@ -9,6 +14,30 @@ MAX_COUNTED_EXPERTS = 16_384
 """Maximum number of experts with load metrics, as each is a series of /metrics. The largest models in wide use have 58
 layers of 256."""
 NO_ADAPTERS = "enable_lora is for models with a native implementation, not for those of transformers"
+
+STORED: Mapping[str, tuple[type[QuantizationSpec], ...]] = {
+    "awq": (Awq,),
+    "gptq": (Gptq,),
+    "compressed-tensors": (PackedInts, BlockScaled, Mixed),
+    "gguf": (Gguf,),
+    "fp8": (BlockScaled,),
+    "int8": (BlockScaled,),
+}
+"""Forms of checkpoints, by their names as --quantization. The last two are also forms that dense weights can get."""
+BYTES = {"fp8": "float8", "int8": "int8"}
+"""Labels of the last two in checkpoints."""
+
+
+def on_load(config: EngineConfig, spec: ModelSpec) -> Quantization | None:
+    """The form that dense weights get on load. None if `quantization` is absent or names the checkpoint's own form.
+    Raises ConfigError if it names the form of other checkpoints."""
+    asked, own = config.quantization, spec.quantization
+    if asked is None or (isinstance(own, STORED.get(asked, ())) and BYTES.get(asked) in (None, own.label)):
+        return None
+    if asked in get_args(Quantization):
+        return cast(Quantization, asked)
+    found = "not quantized" if own is None else own.label
+    raise ConfigError(f"quantization {asked} is a form of checkpoints, and this one is {found}; leave it out")
 
 
 def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
@@ -20,6 +49,12 @@ def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
         )
     if spec.implementation == "transformers" and config.enable_lora:
         raise ConfigError(NO_ADAPTERS)
+    is_gguf = isinstance(spec.quantization, Gguf)
+    if config.load_format == ("safetensors" if is_gguf else "gguf"):
+        raise ConfigError(
+            f"load_format {config.load_format} is not this checkpoint's, which is in "
+            f"{'GGUF' if is_gguf else 'safetensors'}; leave it out"
+        )
     spec.check_tensor_parallel(Shard.of(config))
     num_counted = sum(own.experts.routing.num_experts for own in spec.layers if own.experts is not None)
     if config.expert_load_metrics and num_counted > MAX_COUNTED_EXPERTS:

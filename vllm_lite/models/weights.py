@@ -55,9 +55,9 @@ def load_weights(
 ) -> None:
     """Fill every weight of `model` from the checkpoint folder `path`, converting to the model's dtype.
 
-    `load_format` is "auto" or "safetensors", or "dummy" for random weights by `seed`, without reading `path`. Without a
-    `progress` callback a bar is shown if stderr is a terminal. `ahead`: packed weights of the same files, used if
-    available.
+    `load_format` is "auto", "safetensors" or "gguf", or "dummy" for random weights by `seed`, without reading `path`.
+    Without a `progress` callback a bar is shown if stderr is a terminal. `ahead`: packed weights of the same files,
+    used if available.
     Raises ModelError if files are missing or damaged, or have other tensors than the model; ConfigError for an unknown
     load format, and for random weights of a quantized checkpoint.
     """
@@ -67,10 +67,10 @@ def load_weights(
             _check_dense(model.spec)
             devices = [part.device for group in groups for part in group.stacks]
             read: Read = partial(_random, seed, device=next((d for d in devices if d.type != "cpu"), None))
-        elif load_format in ("auto", "safetensors"):
+        elif load_format in ("auto", "safetensors", "gguf"):
             read = Files(groups, model.ignores, Path(path), stack).read
         else:
-            raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
+            raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, gguf, dummy")
         groups = [group for group in groups if any(slot.num_elements for slot in group.slots)]  # skip other ranks'
         packed = {part.packing_key for group in groups for part in group.stacks if part.packed_as is not None}
         if ahead is not None and not ahead.serves(packed):

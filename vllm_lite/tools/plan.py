@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from vllm_lite.checkpoint.config_json import resolve_dtype
 from vllm_lite.checkpoint.draft_model import with_drafter
+from vllm_lite.checkpoint.fitting import on_load
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES, ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.sizing import (
@@ -38,11 +39,7 @@ from vllm_lite.checkpoint.tensors.weight_bytes import (
     head_bytes,
     weights_bytes,
 )
-from vllm_lite.config import (
-    DEMO_MODEL,
-    GIB,
-    EngineConfig,
-)
+from vllm_lite.config import DEMO_MODEL, GIB, EngineConfig
 from vllm_lite.engine.blocks.groups import blocks_held, longest_sequence, make_groups
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
@@ -156,6 +153,7 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(config: PlanConfig, checkpoint: Checkpoint) -> CapacityPlan:
     """The plan, with advice and the command that serves it. Raises ConfigError."""
+    config = msgspec.structs.replace(config, quantization=on_load(config, checkpoint.spec))
     plan = _plan(config, checkpoint)
     advice = () if plan.fits else tuple(_advice(config, checkpoint, plan))
     return msgspec.structs.replace(plan, advice=advice, command=_command(config, checkpoint, plan))
@@ -192,7 +190,7 @@ class _Sizes:
         element_bytes, scale_bytes = KV_DTYPE_BYTES[kv_dtype], KV_SCALE_BYTES.get(kv_dtype, 0)
         self.rank_block_bytes = spec.kv_block_bytes(config.block_size, element_bytes, tp, scale_bytes)
         self.block_bytes = self.rank_block_bytes * num_ranks
-        size, form = DTYPE_BYTES[dtype], config.quantization
+        size, form = DTYPE_BYTES[dtype], self.config.quantization
         self.rank_weights = [weights_bytes(checkpoint, size, form, shard, device) for shard in first.all_ranks]
         if drafter is not None and speculation is not None:
             form = speculation.quantization
@@ -328,14 +326,14 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> CapacityPlan:
         device=sizes.device,
         tensor_parallel_size=sizes.tp,
         dtype=resolved.dtype,
-        quantization=config.quantization or (own.label if (own := checkpoint.spec.quantization) else None),
+        quantization=resolved.quantization or (own.label if (own := checkpoint.spec.quantization) else None),
         kv_cache_dtype=resolved.kv_cache_dtype,
         block_size=config.block_size,
         memory_bytes=sizes.memory_bytes,
         usable_bytes=sizes.usable,
         weights_bytes=sizes.weights,
         active_weights_bytes=active_bytes(
-            checkpoint, DTYPE_BYTES[resolved.dtype], config.quantization, resolved.device
+            checkpoint, DTYPE_BYTES[resolved.dtype], resolved.quantization, resolved.device
         ),
         adapter_bytes=sizes.adapters,
         activations_bytes=sizes.activations,

@@ -19,7 +19,7 @@ import msgspec
 from vllm_lite.checkpoint import hub
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
 from vllm_lite.checkpoint.draft_model import check_mtp_head, check_vocabulary, with_drafter
-from vllm_lite.checkpoint.fitting import check_settings
+from vllm_lite.checkpoint.fitting import check_settings, on_load
 from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.sizing import check_sizes
@@ -312,6 +312,7 @@ def resolve(
     elif gguf_files(Path(path)):  # its tokenizer is converted to files in this folder
         config = msgspec.structs.replace(config, tokenizer=str(conversion.folder_of(path)))
     config = _with_draft_model(_with_adapters(config, stopped), stopped)
+    config = msgspec.structs.replace(config, quantization=on_load(config, spec))
     check_settings(config, spec)
     check_vocabulary(config.speculative_config, config.tokenizer or path)
     check_mtp_head(config, path, spec)

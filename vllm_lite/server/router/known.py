@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
+from vllm_lite.checkpoint.fitting import on_load
 from vllm_lite.checkpoint.hub import is_hub_id
 from vllm_lite.checkpoint.hub_cache import FileFacts, cached_models, facts_of
 from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
@@ -84,8 +85,8 @@ def _held_bytes(config: ServeConfig) -> int:
     try:
         spec = load_spec(path, config.model_impl, config.pooling)
         checkpoint, size = Checkpoint(spec, read_headers(path)), DTYPE_BYTES[resolve_dtype(config.dtype, spec)]
-        ranks = Shard.of(config).all_ranks
-        return sum(weights_bytes(checkpoint, size, config.quantization, rank) for rank in ranks)
+        ranks, form = Shard.of(config).all_ranks, on_load(config, spec)
+        return sum(weights_bytes(checkpoint, size, form, rank) for rank in ranks)
     except Exception:  # the model's own server reports the error
         return _known_bytes(config.model)
 
