@@ -14,10 +14,9 @@ from tokenizers import processors
 from tests import tokenizers_for_tests as made
 from vllm_lite.client.decisions import methods, shared
 from vllm_lite.client.decisions.answers import ChoiceAnswer, NoulAnswer, ScoreAnswer, answer_of
-from vllm_lite.client.decisions.labels import label_ids
 from vllm_lite.client.decisions.methods import variables_of
 from vllm_lite.client.decisions.questions import Question, read_instructions, read_questions, read_state
-from vllm_lite.client.decisions.reads import make_reads
+from vllm_lite.client.decisions.reads import label_ids, make_reads
 from vllm_lite.client.decisions.shared import MARK, REPLY, SharedText, encoded, rendered, rendering
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from tests.fakes import STATS
-from vllm_lite.client.engines.asking import Asking
+from vllm_lite.client.engines.any_session import Asking
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.operations import OperationDone, PauseGeneration, Sleep, UpdateWeights

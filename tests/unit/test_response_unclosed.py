@@ -8,7 +8,7 @@ import pytest
 
 from tests.response_transcripts import TOOLS, WRITERS, Message, ids_of, pieces_of, read
 from vllm_lite.client.text.response import parser as parser_module
-from vllm_lite.client.text.response import shipped, unclosed
+from vllm_lite.client.text.response import shipped
 from vllm_lite.client.text.response.events import ReasoningDelta
 from vllm_lite.client.text.response.parser import ResponseParser
 from vllm_lite.client.text.response.template import Format
@@ -130,7 +130,7 @@ def test_reasoning_streams_again_as_soon_as_it_is_no_call() -> None:
 def test_the_length_of_the_held_back_tail_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     call = WRITERS["hermes"].calls([("files.write-all", {"text": "x" * 300})])
     assert len(message("hermes", f"<think>A{call}").calls) == 1
-    monkeypatch.setattr(unclosed, "MAX_TAIL_CHARS", 200)
+    monkeypatch.setattr(parser_module, "MAX_TAIL_CHARS", 200)
     found = message("hermes", f"<think>A{call}{WRITERS['hermes'].calls([NOW])}")
     assert (found.reasoning, found.calls) == (f"A{call}{WRITERS['hermes'].calls([NOW])}", [])
     sent, _ = streamed(f"<think>A{call}")
@@ -145,7 +145,7 @@ def test_the_end_does_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of many calls that are never closed could be tried there, with all text behind it."""
     tried = []
 
-    class Counted(unclosed.Tail):
+    class Counted(parser_module.Tail):
         def finish(self) -> list[tuple[str, str]] | None:
             tried.append(self.text)
             return super().finish()
@@ -155,4 +155,4 @@ def test_the_end_does_not_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
     response_format, ids, _ = formed("qwen3_coder")
     found = read(response_format, pieces_of(f"<think>{text}", ids))
     assert (found.reasoning, found.calls) == (text, [])
-    assert len(tried) == unclosed.MAX_TAILS_AT_END
+    assert len(tried) == parser_module.MAX_TAILS_AT_END

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 from vllm_lite.client.decisions.answers import DecisionOutput
 from vllm_lite.client.decisions.methods import DecideOptions, prepare
-from vllm_lite.client.engines.asking import STATS_TIMEOUT_S
+from vllm_lite.client.engines.any_session import STATS_TIMEOUT_S
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.engines.session import (
     DEFAULT_TIMEOUT_S,

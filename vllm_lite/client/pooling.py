@@ -76,7 +76,6 @@ class PoolingStream:
     ends_at_once = True
 
     def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams, pooling: Pooling) -> None:
-        """Called by PoolingFactory."""
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
@@ -109,7 +108,6 @@ class PoolingStream:
         return False
 
     def apply(self, event: "Event") -> None:
-        """Handle the next event."""
         if self.finished:
             return
         if not isinstance(event, Finished):
@@ -131,7 +129,6 @@ class PoolingStream:
             session.drop(self.request_id, stopped=self.error is None)
 
     def numbers(self) -> list[float]:
-        """All numbers, concatenated."""
         return array("f", self.data).tolist()
 
     def rows(self) -> Iterator[list[float]]:
@@ -199,12 +196,10 @@ class PoolingFactory:
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
-        """Tasks of the model."""
         return self.limits.pooler.tasks
 
     @property
     def first_task(self) -> PoolingTask:
-        """Default task of requests."""
         return self.tasks[0] if self.tasks else "embed"
 
     def check_task(self, task: PoolingTask, params: PoolingParams) -> None:

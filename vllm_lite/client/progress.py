@@ -26,14 +26,12 @@ class TokenBar:
             self._bar.close()
 
     def tokens(self, count: int) -> None:
-        """Count `count` more tokens."""
         self._num_tokens += count
         if self._bar is not None:
             self._show()
             self._bar.update(0)  # redraws if due
 
     def request(self) -> None:
-        """Count one more finished request."""
         if self._bar is not None:
             self._bar.update(1)
 

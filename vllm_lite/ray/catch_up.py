@@ -9,7 +9,7 @@ import time
 
 import msgspec
 
-from vllm_lite.client.engines.asking import Asking
+from vllm_lite.client.engines.any_session import Asking
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.operations import OperationDone, PauseGeneration, Sleep, UpdateWeights

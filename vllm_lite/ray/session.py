@@ -98,7 +98,6 @@ class ServeSession(AnySession):
 
     @property
     def adapters(self) -> dict[str, AdapterInfo]:
-        """Adapters loaded on all replicas."""
         first, *others = [{info.name: info for info in each.adapters} for each in self.known]
         return {name: info for name, info in first.items() if all(name in other for other in others)}
 
@@ -304,7 +303,6 @@ class ServeSession(AnySession):
 
 
 def _of(number: int, answers: "asyncio.Future[dict[int, A]]") -> "Future[A]":
-    """The answer of the replica with this number."""
     future: Future[A] = Future()
     answers.add_done_callback(lambda done: _resolve(future, done, itemgetter(number)))
     return future

@@ -258,7 +258,6 @@ class Generation:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """Token ids that end an answer."""
         return frozenset(self._factory.limits.eos_token_ids)
 
     @property

@@ -15,7 +15,8 @@ from starlette.routing import Route
 from vllm_lite.client.prompt import check_room
 from vllm_lite.client.streams.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import EndedRequest, RequestState, SampleState
+from vllm_lite.protocol.api import EndedRequest, RequestState, SampleState, Tokens
+from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.external import MAX_FOUND
 from vllm_lite.protocol.params import MAX_SAMPLES
 from vllm_lite.server.calls.call import Call, CallContext
@@ -23,7 +24,6 @@ from vllm_lite.server.calls.marked import MarkedWriter
 from vllm_lite.server.calls.place import MAX_CHOICES
 from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.calls.response import CallResponse
-from vllm_lite.server.calls.restored import restored
 from vllm_lite.server.calls.resumable import ResumableCalls
 from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.http.application import gets, posts
@@ -301,6 +301,29 @@ class LiveRequests:
         return stream, style
 
 
+def restored(factory: StreamFactory, state: RequestState | EndedRequest, *, for_fork: bool) -> RequestStream | None:
+    """Return the stream with its tokens so far, to continue it or, `for_fork`, to fork it; None if it has ended.
+
+    A stream for forks is not ended by a stop string in its tokens, as an inherited stop string does not count. Raises
+    ApiError if its logprobs are not known.
+    """
+    if not isinstance(state, RequestState) or state.content is None:
+        return None
+    name, content = state.request_id, state.content
+    output, scored = unpack_tokens(content.output), content.logprobs
+    if content.params.logprobs is not None and content.params.n == 1 and len(scored) < len(output):
+        raise ApiError(409, f"request {name!r} has more logprobs than are kept for other API servers")
+    params = content.params
+    if for_fork:
+        params = msgspec.structs.replace(params, stop=())
+    elif state.deadline_in_s is not None:  # relative to now
+        params = msgspec.structs.replace(params, deadline_ms=max(1, int(state.deadline_in_s * 1000)))
+    stream = factory.make(unpack_tokens(content.prompt), params, name)
+    stream.adapter = content.adapter
+    stream.apply(Tokens(name, 0, output, scored or None))
+    return stream
+
+
 def _ended(stream: RequestStream) -> EndedRequest:
     """State of a stream of this server that has ended in the engine."""
     return EndedRequest(b"", len(stream.prompt.token_ids), stream.num_tokens, stream.params.priority)
@@ -318,7 +341,6 @@ def _not_running(call_id: str) -> ApiError:
 
 
 def _prompt(member: RequestState | EndedRequest) -> dict[str, Any]:
-    """Describe one prompt of a call."""
     if isinstance(member, EndedRequest):
         counts = _counts(member.num_prompt, member.num_output, member.priority)
         return {"state": "finished", **counts}

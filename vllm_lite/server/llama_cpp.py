@@ -11,8 +11,6 @@ from vllm_lite.server.live_requests import as_json
 
 
 class LlamaCppRoutes:
-    """Answers both routes; a slot is a row of the batch."""
-
     def __init__(self, generation: Generation, num_slots: int, template: str | None) -> None:
         """`template`: the chat template to show, if any."""
         self._model = generation.model

@@ -16,16 +16,13 @@ from vllm_lite.protocol.api import EndedRequest
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.marked import MarkedWriter
 from vllm_lite.server.calls.response import CallResponse
-from vllm_lite.server.calls.restored import restored
 from vllm_lite.server.http.application import gets
 from vllm_lite.server.http.auth import name_of, owner_of
-from vllm_lite.server.live_requests import LiveRequests, Member, id_in
+from vllm_lite.server.live_requests import LiveRequests, Member, id_in, restored
 from vllm_lite.server.openai.errors import ApiError, refused
 
 
 class Resumption:
-    """Answers the route."""
-
     def __init__(self, live: LiveRequests, factory: StreamFactory) -> None:
         self._live = live
         self._factory = factory

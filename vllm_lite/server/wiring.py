@@ -143,7 +143,6 @@ class Application:
         await asyncio.gather(self.calls.watch(), self._resumable.watch())
 
     async def end_runs(self) -> None:
-        """End background responses."""
         await self._runs.close()
 
     def close(self) -> None:

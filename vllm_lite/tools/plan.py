@@ -472,7 +472,6 @@ def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -
 
 
 def _command(config: PlanConfig, checkpoint: Checkpoint, plan: CapacityPlan) -> str:
-    """The command that serves the plan."""
     values = {name: value for name, value in config.engine_values().items() if name != "model"}
     if config.max_model_len is None and 0 < plan.max_model_len < plan.max_position_embeddings:
         values["max_model_len"] = plan.max_model_len

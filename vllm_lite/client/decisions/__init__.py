@@ -2,8 +2,7 @@
 
 questions.py   the questions, and their text in the prompt
 shared.py      the prompts of all questions, with a shared prefix
-labels.py      the tokens by which a model names an option
-reads.py       from prompts to answers: one request of the engine for each question
+reads.py       from prompts to answers: the tokens of labels, and one request of the engine for each question
 answers.py     the answers
 methods.py     decide() of LLM, and the parts shared with AsyncClient
 """

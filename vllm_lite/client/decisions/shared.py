@@ -66,7 +66,6 @@ def number_alike(several: Sequence[T]) -> int:
 
 
 def rendered(steps: Generator[str, str, SharedText], render: Render) -> SharedText:
-    """Run rendering() to its end."""
     try:
         said = next(steps)
         while True:

@@ -1,13 +1,11 @@
 """A client's connections to engines: sessions with one engine or several, launch, supervision and routing.
 
 session.py          one engine, and those that replace it
-any_session.py      the interface of sessions
+any_session.py      the interface of sessions: requests, and queries beside them
 link.py             a session's current connection
 connection.py       the handshake
-asking.py           queries beside requests
-answers.py          pending answers
 joined_answers.py   answers of several engines as one
-feature.py          the interface of session features: adapters, recovery of workers
+feature.py          the interface of session features: pending answers, adapters, recovery of workers
 operations.py       pause, sleep, weights
 data_parallel.py    several engines as one session
 routing.py          choice of an engine by prefix and load

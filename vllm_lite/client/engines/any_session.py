@@ -1,18 +1,94 @@
 """AnySession: the interface of sessions for library and server: with one engine (session.py), several on this machine
 (data_parallel.py), or replicas elsewhere."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from vllm_lite.client.engines.asking import A, Asking
 from vllm_lite.client.streams.open_stream import Sink
 from vllm_lite.errors import EngineError
-from vllm_lite.protocol.adapters import AdapterInfo
+from vllm_lite.protocol import api
+from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.api import ForkRequest, FromClient, Generate, Welcome
+from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
+from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.stats import Stats
-from vllm_lite.protocol.view import EngineView
+from vllm_lite.protocol.view import BlockContent, EngineView, GetView
+
+STATS_TIMEOUT_S = 10.0
+ANSWERS = (
+    Stats,
+    api.Descriptions,
+    ExternalFound,
+    ExternalAborted,
+    api.PrefixCacheReset,
+    OperationDone,
+    AdapterAnswer,
+    EngineView,
+    BlockContent,
+)
+
+A = TypeVar("A")
+
+
+class Asking(ABC):
+    """The queries of a session. Without an engine they raise EngineError, and pending futures fail with EngineError."""
+
+    address: str
+
+    @abstractmethod
+    def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
+        """Send a query that is answered by a message of type `answer`, one of ANSWERS. Raises EngineError."""
+
+    def request_stats(self) -> "Future[Stats]":
+        return self.ask(api.GetStats(), Stats)
+
+    def describe(
+        self, request_ids: Sequence[str] = (), external_id: str = "", *, with_content: bool = False
+    ) -> "Future[api.Descriptions]":
+        """Query the state of live requests of any client: those with these ids, and all with the external id."""
+        return self.ask(api.Describe(tuple(request_ids), external_id, with_content), api.Descriptions)
+
+    def view(self, first_block: int = 0) -> "Future[EngineView]":
+        """Query a view of the engine's present state, with the KV blocks from `first_block` on."""
+        return self.ask(GetView(first_block), EngineView)
+
+    def find_external(self, external_ids: Sequence[str]) -> "Future[ExternalFound]":
+        """Query which of these external ids have live requests, of any client."""
+        return self.ask(FindExternal(tuple(external_ids)), ExternalFound)
+
+    def abort_external(self, external_id: str) -> "Future[ExternalAborted]":
+        """Let the engine end all requests with this external id, of any client."""
+        return self.ask(AbortExternal(external_id), ExternalAborted)
+
+    def reset_prefix_cache(self, *, stored: bool = False) -> "Future[api.PrefixCacheReset]":
+        return self.ask(api.ResetPrefixCache(stored), api.PrefixCacheReset)
+
+    def operate(self, message: Operation) -> "Future[OperationDone]":
+        """Let the engine pause, sleep, or load other weights. The answer comes when that is done, which may be when the
+        last request has ended."""
+        return self.ask(message, OperationDone)
+
+    def load_adapter(
+        self, name: str, path: str, *, in_place: bool = False, parent: str | None = None
+    ) -> "Future[AdapterAnswer]":
+        """Let the engine load a LoRA adapter; `in_place`: it may replace one of the same name."""
+        return self.ask(LoadAdapter(0, name, path, in_place, parent), AdapterAnswer)
+
+    def unload_adapter(self, name: str) -> "Future[AdapterAnswer]":
+        return self.ask(UnloadAdapter(0, name), AdapterAnswer)
+
+    def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
+        """The engine's counters. Raises EngineError if it does not answer within `timeout_s`."""
+        return self.wait(self.request_stats(), timeout_s)
+
+    def wait(self, answer: "Future[A]", timeout_s: float = STATS_TIMEOUT_S) -> A:
+        """Wait for an answer. Raises EngineError after `timeout_s`."""
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError as error:
+            raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
 
 
 class Member(NamedTuple):

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from vllm_lite.client.engines.answers import copy_of
 from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.engines.cached_blocks import CachedBlocks, endpoints
+from vllm_lite.client.engines.feature import copy_of
 from vllm_lite.client.engines.joined_answers import gathered, joined
 from vllm_lite.client.engines.routing import MAX_HASHED_BLOCKS, PrefixRouter
 from vllm_lite.client.engines.session import Session
@@ -65,7 +65,6 @@ class DataParallelSession(AnySession):
 
     @property
     def welcome(self) -> Welcome:
-        """The common Welcome of all engines."""
         shortest = min(member.welcome.max_model_len for member in self.members)
         return msgspec.structs.replace(self.members[0].welcome, max_model_len=shortest)
 

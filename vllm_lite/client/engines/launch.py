@@ -238,8 +238,6 @@ def finish(launched: "Starting", stopped: Callable[[], bool], meanwhile: Callabl
 
 
 class Starting(Protocol):
-    """One or several engines that are starting."""
-
     config: ResolvedConfig
 
     def wait_until_ready(self, stopped: Callable[[], bool]) -> None: ...

@@ -15,13 +15,19 @@ from concurrent.futures import Future
 from contextlib import closing
 from typing import TypeVar
 
-from vllm_lite.client.engines.answers import Answers, copy_of
 from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.engines.connection import Alive, EngineAddress, EngineSearch, shake_hands
-from vllm_lite.client.engines.feature import Handlers, KnownAdapters, LostWorkers, SessionFeature, all_handlers
+from vllm_lite.client.engines.feature import (
+    Answers,
+    Handlers,
+    KnownAdapters,
+    LostWorkers,
+    SessionFeature,
+    all_handlers,
+    copy_of,
+)
 from vllm_lite.client.engines.link import SessionLink, check_question, encoded
-from vllm_lite.client.streams.open_stream import OpenStream, Sink, by_sink
-from vllm_lite.client.streams.open_streams import OpenStreams
+from vllm_lite.client.streams.open_stream import OpenStream, OpenStreams, Sink, by_sink
 from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError
 from vllm_lite.protocol import api
@@ -131,7 +137,6 @@ class Session(AnySession):
 
     @property
     def num_open(self) -> int:
-        """Number of open requests."""
         return len(self._streams)
 
     @property

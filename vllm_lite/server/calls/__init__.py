@@ -9,5 +9,4 @@ response.py    runs a call and writes its answer, streamed or whole
 resumable.py   keeps calls whose streams outlive their connections
 place.py       the position of a client in a stream
 marked.py      writes a stream with positions as the ids of its events
-restored.py    the stream of a request that another server started
 """

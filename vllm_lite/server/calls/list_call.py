@@ -116,7 +116,6 @@ class ListCall(Generic[S]):
     # ---- its own
 
     def add(self, streams: Sequence[S]) -> None:
-        """Add streams that are about to start."""
         self.streams += streams
         self._num_tokens += sum(len(stream.prompt.token_ids) for stream in streams)
 

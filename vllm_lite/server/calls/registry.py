@@ -128,7 +128,6 @@ class Calls:
             raise
 
     def end(self, call: Call) -> None:
-        """End `call` if it still runs."""
         if self.running.get(call.name) is call:
             del self.running[call.name]
             self.scoreboard.report_load(len(self.running))

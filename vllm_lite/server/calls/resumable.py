@@ -98,7 +98,6 @@ class ResumableCalls:
                 self.forget(kept.call)
 
     async def watch(self) -> None:
-        """Call look() every LOOK_S, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look()

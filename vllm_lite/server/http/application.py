@@ -43,7 +43,6 @@ class Guards(NamedTuple):
 
 
 def guarded(routes: Sequence[Route], guards: Guards) -> Starlette:
-    """Make the application."""
     config, dialects = guards.config, guards.dialects
     callers = Callers.of(config, guards.keys)
     open_paths = OPEN_PATHS.union(guards.public)

@@ -259,7 +259,6 @@ async def as_utf8(data: bytes) -> bytes:
 
 
 def _decoded(data: bytes, encoding: str) -> bytes:
-    """Raises ApiError."""
     decoder, whole, num_replaced = codecs.getincrementaldecoder(encoding)("replace"), [], 0
     for place in range(0, len(data), PIECE_BYTES):
         text = decoder.decode(data[place : place + PIECE_BYTES], place + PIECE_BYTES >= len(data))

@@ -58,7 +58,6 @@ class Scale:
         """Last two bytes of the previous piece, where an escape may have begun."""
 
     def feed(self, piece: bytes) -> None:
-        """Weigh the next piece."""
         outside = self._outside(piece)
         nested = outside.count(b"{") + outside.count(b"[") + outside.count(b":")
         part = Weight(len(piece), outside.count(b","), nested, self._width(self._tail + piece))
@@ -92,7 +91,6 @@ class Scale:
 
 
 def weighed(data: bytes | memoryview) -> Weight:
-    """Weigh complete JSON."""
     scale = Scale()
     for start in range(0, len(data), PIECE_BYTES):
         scale.feed(bytes(data[start : start + PIECE_BYTES]))

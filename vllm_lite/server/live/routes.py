@@ -33,7 +33,6 @@ class LiveRoutes:
     """Answers for senders that may see everybody's requests; /v1/live with server-sent events."""
 
     def __init__(self, calls: Calls, settings: Mapping[str, Any]) -> None:
-        """`settings`: the result of settings_of()."""
         self._calls = calls
         self._feed = Feed(calls)
         self._settings = settings

@@ -98,7 +98,6 @@ class EngineSnapshot:
         return {**head, "requests": {**gone, **changed}, "blocks": self._changed_blocks(view)}
 
     def whole(self) -> Snapshot:
-        """The whole snapshot, for a new watcher."""
         return {**self._head, "requests": self._requests, "blocks": blocks_of(0, self._blocks)}
 
     def _changed_blocks(self, view: EngineView) -> Snapshot | None:

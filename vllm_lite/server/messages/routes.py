@@ -22,8 +22,6 @@ from vllm_lite.server.vllm import rendered
 
 
 class MessagesRoutes:
-    """Answers Anthropic's routes: one method each."""
-
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
         self._model = generation.model

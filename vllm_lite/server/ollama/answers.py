@@ -36,8 +36,6 @@ def said(kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 class OllamaWriter:
-    """Writes the answer of one call, which has one choice."""
-
     def __init__(self, call: Call, message: MessageParser, spelling: Spelling, kind: Kind) -> None:
         self._call = call
         self._message = message

@@ -42,7 +42,6 @@ def completion_of(body: OllamaGenerateBody, max_model_len: int) -> CompletionBod
 
 
 def ignored(body: OllamaBody) -> list[str]:
-    """Names of the options that are ignored."""
     return [f"options.{name}" for name in sorted((body.options or {}).keys() - set(OllamaOptions.__struct_fields__))]
 
 

@@ -35,8 +35,6 @@ B = TypeVar("B", bound=OllamaBody)
 
 
 class OllamaRoutes:
-    """Answers Ollama's routes: one method each."""
-
     def __init__(self, generation: Generation, model: OllamaModel, pooling: PoolingRuns) -> None:
         self._generation = generation
         self._live = generation.live

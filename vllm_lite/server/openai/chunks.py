@@ -90,7 +90,6 @@ class AnswerWriter:
         return {"logprobs": self._content_logprobs(delta)}
 
     def _whole_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:
-        """The same fields in the whole body."""
         return self._new_fields(choice, delta)
 
     def _shown(self, delta: CompletionOutput) -> CompletionOutput:

@@ -61,12 +61,10 @@ class Formats:
 
     @property
     def calls(self) -> str | None:
-        """Name of the format of tool calls."""
         return self.choice.calls
 
     @property
     def reasoning(self) -> str | None:
-        """Name of the format of reasoning."""
         return self.choice.reasoning
 
     def format(self, *, is_forced: bool) -> Format | None:
@@ -80,7 +78,6 @@ class Formats:
         return self._fallback
 
     def shape(self) -> CallShape:
-        """Shape of forced tool calls."""
         found = self.format(is_forced=True)
         return msgspec.convert(dict(found.shape or {}) if found is not None else {}, CallShape)
 

@@ -58,7 +58,6 @@ class SpellingById:
         self._spelling = spelling
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """As Spelling.of()."""
         return _named(token_id), self._spelling.of(token_id)[1]
 
 

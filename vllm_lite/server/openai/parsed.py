@@ -95,7 +95,6 @@ class ParsedChatWriter(ChatWriter):
         return b"".join(lines)
 
     def _deltas(self, events: list[Event], parser: MessageParser) -> list[dict[str, Any]]:
-        """Make the `delta` of each chunk."""
         deltas: list[dict[str, Any]] = []
         for event in events:
             fields: dict[str, Any]

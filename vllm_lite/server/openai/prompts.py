@@ -132,7 +132,6 @@ class PromptRenderer:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes images."""
         return self._images is not None
 
     @property

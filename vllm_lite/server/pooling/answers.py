@@ -128,7 +128,6 @@ def pooled(index: int, stream: PoolingStream, *, encoding: Encoding | None) -> I
 
 
 def vector(_: int, stream: PoolingStream) -> Iterable[bytes]:
-    """The bare vector of one text."""
     return _vector(stream, None)
 
 

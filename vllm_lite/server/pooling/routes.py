@@ -43,8 +43,6 @@ NO_PAIRS = "scores no pairs"
 
 
 class PoolingRoutes:
-    """Answers the routes: one method each."""
-
     def __init__(self, runs: PoolingRuns) -> None:
         self._runs = runs
         self._generation = runs.generation

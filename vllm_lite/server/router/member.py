@@ -31,8 +31,6 @@ class ModelCounts:
 
 @dataclass
 class FleetModel:
-    """A model of the fleet."""
-
     entry: Entry
     status: ModelStatus
     backend: Any = None
@@ -56,7 +54,6 @@ class FleetModel:
 
     @property
     def state(self) -> str:
-        """The state shown in lists."""
         status = self.status
         if status.op is not None:
             return "loading" if status.op == "load" else "unloading"

@@ -24,7 +24,6 @@ def tree_bytes(roots: Iterable[int]) -> dict[int, int]:
 
 
 def _parents() -> dict[int, int]:
-    """Map each process to its parent."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -57,8 +57,6 @@ def keep_alive_s(given: str | float) -> float | None:
 
 
 class OllamaManagement:
-    """Answers the routes: one method each."""
-
     def __init__(self, fleet: Fleet, reader: BodyReader) -> None:
         self._fleet = fleet
         self._reader = reader

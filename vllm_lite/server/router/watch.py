@@ -177,7 +177,6 @@ class EngineSource:
         events: "asyncio.Queue[tuple[EngineSource, bytes]]",
         refusal: str | None = None,
     ) -> None:
-        """`refusal`: that of the previous stream."""
         self.backend = member.backend
         self.refusal = refusal
         """The reason why the model does not show its engines to this watcher."""

@@ -24,8 +24,6 @@ Invoked = Callable[[Request, bytes, Collection[str]], Awaitable[Response | None]
 
 
 class VllmRoutes:
-    """Answers the routes: one method each."""
-
     def __init__(self, generation: Generation, information: Information, pooled: Invoked) -> None:
         """`pooled` answers invocations for vectors or scores."""
         self._pooled = pooled

@@ -93,7 +93,6 @@ def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def outside(ranges: Ranges) -> Ranges:
-    """Return the characters that are not in `ranges`."""
     found, at = [], 0
     for first, last in merged((*ranges, (0xD800, 0xDFFF))):
         if first > at:

@@ -70,7 +70,6 @@ class GrammarSource:
         return bool(accepted)
 
     def rollback(self, num_tokens: int) -> None:
-        """As MaskSource.rollback."""
         num_ends = min(num_tokens, self._num_ended)
         self._num_ended -= num_ends
         if num_tokens > num_ends:
@@ -78,7 +77,6 @@ class GrammarSource:
             _check(self._matcher)
 
     def fill_bitmask(self, bitmask: Any) -> None:
-        """As MaskSource.fill_bitmask. Raises GrammarError if the grammar exceeds its limits."""
         if self._num_ended:
             fill_with(bitmask, self._eos_ids)
             return
@@ -86,7 +84,6 @@ class GrammarSource:
             self._matcher.unsafe_compute_mask_ptr(bitmask.ctypes.data, bitmask.nbytes)
 
     def forced_tokens(self) -> list[int]:
-        """As MaskSource.forced_tokens."""
         if self._num_ended or self._matcher.is_stopped():
             return []
         with self._limited():
@@ -94,7 +91,6 @@ class GrammarSource:
         return [int(token) for token in forced]
 
     def num_valid(self, tokens: Sequence[int]) -> int:
-        """As MaskSource.num_valid."""
         return count_valid(self, tokens)
 
     @contextmanager

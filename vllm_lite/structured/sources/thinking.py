@@ -93,14 +93,12 @@ class ThinkingSource:
         )
 
     def rollback(self, num_tokens: int) -> None:
-        """As MaskSource.rollback."""
         for _ in range(num_tokens):
             left = self._states.pop()
             if surplus := left.inner - self._states[-1].inner:
                 self._inner.rollback(surplus)
 
     def fill_bitmask(self, bitmask: Any) -> None:
-        """As MaskSource.fill_bitmask."""
         match (state := self._states[-1]).phase:
             case Phase.MAYBE:
                 begun = self._thinking.begin[: state.matched]
@@ -121,13 +119,11 @@ class ThinkingSource:
                 self._inner.fill_bitmask(bitmask)
 
     def forced_tokens(self) -> list[int]:
-        """As MaskSource.forced_tokens."""
         if self._states[-1].phase is Phase.INNER:
             return self._inner.forced_tokens()
         return list(self._forced_end)
 
     def num_valid(self, tokens: Sequence[int]) -> int:
-        """As MaskSource.num_valid."""
         return count_valid(self, tokens)
 
 

@@ -44,7 +44,6 @@ class Totals:
         return self.num_answered + self.num_failed + self.num_bad
 
     def since(self, before: "Totals") -> "Totals":
-        """The difference to `before`."""
         return Totals(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
     def add(self, record: BatchRecord) -> None:

@@ -83,8 +83,6 @@ class BatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Journal:
-    """An open and locked journal."""
-
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if another run has locked it."""
         self.path = path
@@ -189,7 +187,6 @@ def write_whole(fd: int, data: bytes) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Sync the folder of `path` to disk."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -24,8 +24,6 @@ class _Named(msgspec.Struct):
 
 
 class JsonlFile:
-    """A file of JSON lines."""
-
     def __init__(self, path: str) -> None:
         self._path = path
 

@@ -47,7 +47,6 @@ def decoded(data: bytes, kind: Any = Any) -> Any:
 
 
 def parse(number: int, line: bytes) -> Entry:
-    """Parse one line of JSON."""
     try:
         given = decoded(line)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -56,7 +55,6 @@ def parse(number: int, line: bytes) -> Entry:
 
 
 def check(number: int, given: Any) -> Entry:
-    """Check a decoded row."""
     custom_id = given.get("custom_id") if isinstance(given, dict) else None
     if not isinstance(custom_id, str) or not custom_id:
         return Bad(number, None, "invalid_request", "a request needs a custom_id, a text")

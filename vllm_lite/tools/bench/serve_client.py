@@ -90,7 +90,6 @@ class Outcome:
 
     @property
     def latency_s(self) -> float:
-        """Time from the request to the last chunk."""
         return self.chunks_s[-1] - self.start_s if self.chunks_s else 0.0
 
     @property
@@ -180,7 +179,6 @@ class Endpoint:
         return outcome
 
     def body(self, request: LoadItem) -> dict[str, Any]:
-        """The JSON body of `request`."""
         if self._is_pooled:
             return {"input": request.prompt, "encoding_format": "base64", **self._settings}
         if self._is_chat:

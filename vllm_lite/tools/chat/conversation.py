@@ -39,7 +39,6 @@ class Conversation:
         return said if self.asked is None else [*said, {"role": "user", "content": self.asked}]
 
     def ask(self, question: str) -> None:
-        """Ask a question, with the images added for it."""
         self.asked = [*self.images, {"type": "text", "text": question}] if self.images else question
         self.images = []
 

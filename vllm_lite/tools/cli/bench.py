@@ -28,7 +28,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_benches(parser: argparse.ArgumentParser, benches: Mapping[str, Bench]) -> None:
-    """Add a command for each of `benches`."""
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, bench in benches.items():
         command = add_command(parsers, name, bench.help, bench.run)

@@ -72,7 +72,6 @@ def _measured(model: Path) -> ModelKV:
 
 
 def _whole(rank: Path) -> Iterator[Held]:
-    """The files of a rank that are complete."""
     return (held for held in held_by_rank(rank) if not held.is_draft)
 
 

@@ -61,7 +61,6 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Parse a JSON object."""
     try:
         value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:

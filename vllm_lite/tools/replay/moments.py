@@ -44,7 +44,6 @@ class Moments:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the file."""
         return self._end
 
     def add(self, whole: Callable[[], Snapshot], change: Snapshot, blocks: bytes) -> None:
@@ -103,7 +102,6 @@ def _changes(before: bytes, now: bytes) -> list[tuple[int, bytes]]:
 
 
 def _merged(state: Snapshot, change: Snapshot) -> Snapshot:
-    """The state after a change."""
     requests = state["requests"]
     for key, fields in change["requests"].items():
         if fields is None:

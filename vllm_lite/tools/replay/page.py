@@ -68,7 +68,6 @@ class TraceRoutes:
 
 
 def app_of(recording: ShownTrace, config: ServeConfig) -> Starlette:
-    """Make the application."""
     return guarded(TraceRoutes(recording).routes(), Guards(config, Keys(), OPENAI))
 
 

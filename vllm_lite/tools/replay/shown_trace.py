@@ -55,7 +55,6 @@ class ShownTrace:
         self._thread = threading.Thread(target=self._read, name="replay", daemon=True)
 
     def start(self) -> None:
-        """Start replaying the trace."""
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:

@@ -158,8 +158,6 @@ class TimedExecutor(SimulatedExecutor):
 
 
 class SimulatedEngine:
-    """One engine and its workers."""
-
     def __init__(
         self, fitted: StepTimes, settings: Mapping[str, Any], timer: StepTimer, clock: VirtualClock, record: str | None
     ) -> None:

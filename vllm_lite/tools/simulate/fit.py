@@ -103,7 +103,6 @@ def client_time(recordings: Sequence[Recording], measured: Mapping[str, Any] | N
 
 
 def describe(fitted: StepTimes) -> str:
-    """Describe the fitted times in one line."""
     count, error = fitted.num_messages, fitted.error
     return (
         f"times of {count} messages to the workers, half of them within {error:.1%} ({fitted.machine}, {fitted.date})"

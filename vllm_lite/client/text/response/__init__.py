@@ -2,10 +2,9 @@
 
 template.py        a format as data: fields and the literals and patterns between which they stand
 marks.py           added tokens as single characters, so that text that spells one is not one
-parser.py          ResponseParser: one pass over the pieces of one output
+parser.py          ResponseParser: one pass over the pieces of one output; calls at the end of unclosed reasoning
 scan.py            the search for delimiters in text that is still arriving, and in the prompt before it
 events.py          pieces of an output in, events of its message out: one for each run of a kind
-unclosed.py        calls at the end of reasoning that nothing closes
 calls.py           what readers of calls share, and the reader of calls that make sense only as a whole
 json_value.py      one JSON value, checked while it arrives
 json_calls.py      calls as JSON

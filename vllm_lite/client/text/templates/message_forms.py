@@ -41,7 +41,6 @@ def fitted(messages: Sequence[Message], trials: TemplateTrials) -> list[Message]
 
 
 def plain(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages with one text each."""
     return [{**each, "content": _text_of(each["content"])} if _is_list(each) else each for each in messages]
 
 
