@@ -7,11 +7,11 @@ several streams once.
 import asyncio
 
 from vllm_lite.client.engines.any_session import AnySession
-from vllm_lite.client.streams.stream import Event, RequestStream, StreamFailure, shows
+from vllm_lite.client.streams.stream import Event, StreamFailure, shows
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.protocol.api import Tokens
 from vllm_lite.runtime import log
-from vllm_lite.server.calls.call import Call
+from vllm_lite.server.calls.call import AnyStream, StreamsCall
 
 CHUNK_S = 0.0002
 """Seconds between two chunks of a stream, per running stream: writing all chunks then takes about a fifth of a core."""
@@ -31,10 +31,10 @@ class Throttle:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: dict[Call, None] = {}
+        self._waiting: dict[StreamsCall, None] = {}
         self._timer: asyncio.TimerHandle | None = None
 
-    def wake(self, call: Call, num_streams: int, *, at_once: bool) -> None:
+    def wake(self, call: StreamsCall, num_streams: int, *, at_once: bool) -> None:
         """Schedule the wake-up of `call` for new output; there are `num_streams` streams. A call's first output is
         never delayed."""
         pause_s = min(num_streams * CHUNK_S, MAX_PAUSE_S)
@@ -46,7 +46,7 @@ class Throttle:
         if self._timer is None:
             self._timer = self._loop.call_later(pause_s, self._wake_all)
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: StreamsCall) -> None:
         self._waiting.pop(call, None)
 
     def _wake_all(self) -> None:
@@ -63,14 +63,14 @@ class Dispatcher:
         self.session = session
         self._loop = loop
         self._throttle = Throttle(loop)
-        self._streams: dict[str, tuple[RequestStream, Call]] = {}
+        self._streams: dict[str, tuple[AnyStream, StreamsCall]] = {}
         self.num_sequences = 0
         """Number of sequences of the running streams."""
         self.num_queued_tokens = 0
         """Number of prompt tokens of the streams without a first token."""
         self._queued: dict[str, int] = {}
 
-    def start(self, call: Call) -> None:
+    def start(self, call: StreamsCall) -> None:
         """Submit all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine
         died."""
         try:
@@ -80,7 +80,7 @@ class Dispatcher:
             self.drop(call)
             raise
 
-    def add(self, call: Call, index: int) -> None:
+    def add(self, call: StreamsCall, index: int) -> None:
         """Submit stream `index` of `call`. Raises as start() does."""
         stream = call.streams[index]
         self.session.submit(call.message(index), self._receive, stream.own_message(), call.affinity)
@@ -90,19 +90,19 @@ class Dispatcher:
             self.num_queued_tokens += len(stream.prompt.token_ids)
         self.num_sequences += len(stream.samples)
 
-    def has_one_of(self, call: Call) -> bool:
+    def has_one_of(self, call: StreamsCall) -> bool:
         """Whether another call already has a stream with an id of this one's: streams of a list are named
         NAME-INDEX."""
         return any(stream.request_id in self._streams for stream in call.streams)
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: StreamsCall) -> None:
         """Forget `call`, which is over. Its streams that still run are aborted in the engine."""
         self._throttle.forget(call)
         for stream in call.streams:
             if self._streams.get(stream.request_id, (None, None))[1] is call:
                 self._forget(stream)
 
-    def abort(self, call: Call) -> None:
+    def abort(self, call: StreamsCall) -> None:
         """Abort `call` in the engine; its streams end with the engine's answer."""
         for stream in call.streams:
             self.session.abort(stream.request_id)
@@ -112,7 +112,7 @@ class Dispatcher:
         self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: list[Event]) -> None:
-        woken: dict[Call, bool] = {}  # value: whether the wake-up must not be delayed
+        woken: dict[StreamsCall, bool] = {}  # value: whether the wake-up must not be delayed
         for event in events:
             stream, call = self._streams.get(event.request_id, (None, None))
             if stream is None or call is None:
@@ -135,7 +135,7 @@ class Dispatcher:
         for call, at_once in woken.items():
             self._throttle.wake(call, self.num_sequences, at_once=at_once)
 
-    def _forget(self, stream: RequestStream) -> None:
+    def _forget(self, stream: AnyStream) -> None:
         """Forget a stream, and abort it in the engine if it still runs there."""
         del self._streams[stream.request_id]
         self._leave_queue(stream.request_id)

@@ -10,16 +10,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
-import msgspec
 from starlette.types import Receive
 
 from vllm_lite.client.pooling import PoolingStream
 from vllm_lite.client.streams.stream import RequestStream
-from vllm_lite.errors import RequestError, VllmLiteError
-from vllm_lite.protocol.api import ForkRequest, Generate
-from vllm_lite.server.calls.call import CallContext
+from vllm_lite.errors import RequestError
+from vllm_lite.server.calls.call import CallContext, StreamsCall
 from vllm_lite.server.calls.style import AnswerStyle
-from vllm_lite.server.http.auth import name_of
 from vllm_lite.server.http.disconnect import disconnected, until_disconnected
 from vllm_lite.server.openai.errors import ApiError, failed, refused
 
@@ -41,22 +38,17 @@ class Window:
         return not num_texts or (num_texts < self.max_texts and num_tokens < self.max_tokens)
 
 
-class ListCall(Generic[S]):
-    """A call of `num_texts` texts, with the part of Call's interface that the registry and the dispatcher use."""
+class ListCall(StreamsCall, Generic[S]):
+    """A call of `num_texts` texts, with the part of Call's interface that the registry uses."""
 
     def __init__(self, call_id: str, style: AnswerStyle, num_texts: int, window: Window, owner: str = "") -> None:
         """`num_texts`: number of texts that will be added in all."""
-        self.id = call_id
-        self.owner = owner
-        self.name = name_of(call_id, owner)
-        self.affinity: str | None = None
-        self.created = int(time.time())
+        super().__init__(call_id, style, owner)
         self._arrival_s = time.monotonic()
-        self.style = style
         self.streams: list[S] = []
         self.num_texts = num_texts
         self.window = window
-        self.was_cut = self.was_woken = self.is_over = False
+        self.is_over = False
         self.reading: ListCall[S] = self
         self.sent_s = float("inf")
         """Never due for a comment: the answer is not streamed."""
@@ -70,11 +62,6 @@ class ListCall(Generic[S]):
     def context(self, index: int) -> CallContext:
         return CallContext(self.created, index, self.num_texts, are_forks=False, style=self.style, owner=self.owner)
 
-    def message(self, index: int) -> Generate | ForkRequest:
-        """The message that starts stream `index` in the engine, where any API server finds it by the call's name."""
-        context = msgspec.msgpack.encode(self.context(index))
-        return msgspec.structs.replace(self.streams[index].message(), external_id=self.name, context=context)
-
     @property
     def num_sequences(self) -> int:
         """Maximum number of this call's sequences in the engine at a time."""
@@ -87,11 +74,6 @@ class ListCall(Generic[S]):
     @property
     def finished(self) -> bool:
         return len(self.streams) == self.num_texts and all(stream.finished for stream in self.streams)
-
-    @property
-    def error(self) -> VllmLiteError | None:
-        """The error of the first text that failed, which fails the call."""
-        return next((stream.error for stream in self.streams if stream.error is not None), None)
 
     @property
     def is_late(self) -> bool:

@@ -71,7 +71,7 @@ class DecisionRoutes:
     async def _feed(self, call: ListCall[RequestStream], streams: Sequence[RequestStream]) -> None:
         """Run the first question, which puts the state into the prefix cache, then the others as the window has
         room."""
-        dispatcher: Any = self._generation.live.calls.dispatcher
+        dispatcher = self._generation.live.calls.dispatcher
         waiting = list(reversed(streams))
         while not call.finished:
             call.check("questions")

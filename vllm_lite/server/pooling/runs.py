@@ -158,7 +158,7 @@ class PoolingRuns:
 
     async def _feed(self, call: PoolingCall, sizes: Sequence[int], make: Make) -> None:
         """Start texts as the window has room, until all are done."""
-        dispatcher: Any = self.generation.live.calls.dispatcher
+        dispatcher = self.generation.live.calls.dispatcher
         suffix = self.generation.live.calls.stream_ids
         next_text, made = 0, list[PoolingStream]()
         while not call.finished:

@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from vllm_lite.client.text.response.arguments import arguments_of
+
 Item = dict[str, Any]
 """An item of the API: `type`, `id`, and the fields of that type."""
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
@@ -218,10 +220,7 @@ def read_call(item: Item) -> Item:
 
 def decoded(arguments: str) -> dict[str, Any]:
     """Decode the arguments of a call; {} if they are not an object, as in a truncated call."""
-    try:
-        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.MsgspecError, RecursionError):
-        return {}
+    return arguments_of(arguments) or {}
 
 
 def flat_name(namespace: str | None, name: str) -> str:

@@ -42,45 +42,33 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
 
 
 def _is_full_list(value: Any) -> bool:
     return isinstance(value, list) and bool(value)
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, dict | bool)
+def _is(*kinds: type) -> Check:
+    return lambda value: isinstance(value, kinds)
 
 
 _WANTED: dict[str, tuple[Check, str]] = {
     "type": (_is_type, f"one of {', '.join(TYPES)}, or a list of these"),
     "enum": (_is_full_list, "a list of at least one value"),
     "required": (_are_texts, "a list of names"),
-    "pattern": (_is_text, "a text"),
-    "$ref": (_is_text, "a text"),
+    "pattern": (_is(str), "a text"),
+    "$ref": (_is(str), "a text"),
     "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
-    **dict.fromkeys(("allOf", "prefixItems"), (_is_list, "a list of schemas")),
+    **dict.fromkeys(("allOf", "prefixItems"), (_is(list), "a list of schemas")),
     **dict.fromkeys(("anyOf", "oneOf"), (_is_full_list, "a list of at least one schema")),
     **dict.fromkeys(COUNTS, (_is_count, "a whole number from 0 on")),
     **dict.fromkeys(("minimum", "maximum"), (_is_number, "a number")),
     **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), (_is_number, "a number, or true beside a bound")),
-    **dict.fromkeys(NAMED, (_is_object, "an object of schemas")),
-    **dict.fromkeys(ONE, (_is_schema, "a schema: an object, true or false")),
-    "items": (lambda value: _is_schema(value) or _is_list(value), "a schema, or a list of schemas"),
+    **dict.fromkeys(NAMED, (_is(dict), "an object of schemas")),
+    **dict.fromkeys(ONE, (_is(dict, bool), "a schema: an object, true or false")),
+    "items": (_is(dict, bool, list), "a schema, or a list of schemas"),
 }
 
 
