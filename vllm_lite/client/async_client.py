@@ -21,7 +21,7 @@ from vllm_lite.client.engines.session import (
     RECOVERY_TIMEOUT_S,
     Session,
 )
-from vllm_lite.client.llm_arguments import raise_errors
+from vllm_lite.client.llm_arguments import AnyStream, raise_errors
 from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
 from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.client.outputs import RequestOutput
@@ -116,7 +116,7 @@ class AsyncClient:
         self._opening = asyncio.Lock()
         self._link: _Link | None = None
         self._inboxes: dict[str, _Inbox] = {}
-        self._streams: dict[str, RequestStream | PoolingStream] = {}
+        self._streams: dict[str, AnyStream] = {}
         self._images = ProgramImages()
 
     @classmethod
@@ -363,7 +363,7 @@ class AsyncClient:
         raise_errors(whole)
         return whole
 
-    async def _finish_all(self, streams: Sequence[RequestStream | PoolingStream]) -> None:
+    async def _finish_all(self, streams: Sequence[AnyStream]) -> None:
         """Run streams together, each to its end. Cancelling it aborts them."""
         tasks = [asyncio.ensure_future(self._finish(stream)) for stream in streams]
         try:
@@ -372,7 +372,7 @@ class AsyncClient:
             for task in tasks:
                 task.cancel()
 
-    async def _finish(self, stream: RequestStream | PoolingStream) -> None:
+    async def _finish(self, stream: AnyStream) -> None:
         """Run a stream to its end; `error` is set if it failed."""
         async with aclosing(self._follow(stream)) as outputs:
             try:

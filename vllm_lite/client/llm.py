@@ -14,8 +14,8 @@ from vllm_lite.client.decisions import methods as decisions
 from vllm_lite.client.engines.launch_engines import launch_engines
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
-from vllm_lite.client.llm_arguments import as_list, named, pairs_of, params_for_each, raise_errors
-from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
+from vllm_lite.client.llm_arguments import AnyStream, as_list, named, pairs_of, params_for_each, raise_errors
+from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, LoRARequests, begin_load, check_loaded
 from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
 from vllm_lite.client.pooling import (
@@ -28,7 +28,7 @@ from vllm_lite.client.pooling import (
     similarity,
 )
 from vllm_lite.client.progress import TokenBar
-from vllm_lite.client.prompt import PromptLike
+from vllm_lite.client.prompt import PromptLike, Prompts
 from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.client.token_classes import BACKGROUND, EntityFinder, classified, texts_of
@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation
     from vllm_lite.client.text.templates.chat_template import Tool
 
+SamplingParamsForEach = SamplingParams | Sequence[SamplingParams] | None
 _LOOK_S = 1.0
 """Seconds after which a wait wakes up, for Ctrl-C; the session guarantees that every stream ends."""
 _UNSUPPORTED_METHODS = frozenset({"reward"})
@@ -196,10 +197,10 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike] | None = None,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts | None = None,
+        sampling_params: SamplingParamsForEach = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequests = None,
         *,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
@@ -224,9 +225,9 @@ class LLM:
     def chat(  # noqa: PLR0913 - what vLLM's has
         self,
         messages: "Conversation | Sequence[Conversation]",
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParamsForEach = None,
         use_tqdm: bool = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequests = None,
         *,
         chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -268,9 +269,7 @@ class LLM:
                 prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text})
         return self._run(prompts, sampling_params, use_tqdm, lora_request)
 
-    def beam_search(
-        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, use_tqdm: bool = False
-    ) -> list[BeamSearchOutput]:
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """Find each prompt's likeliest continuations. Raises as generate() does.
 
         generate() does the same, beside other requests, with use_beam_search in its SamplingParams.
@@ -282,11 +281,11 @@ class LLM:
 
     def embed(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: Prompts,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
         *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
         """Make a vector of each prompt: `outputs.embedding` of each result, in the order of the prompts.
 
@@ -296,23 +295,23 @@ class LLM:
 
     def classify(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: Prompts,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
         *,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
         """Classify each prompt: `outputs.probs` has a number for each of the model's labels. Raises as embed() does."""
         return self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify", lora_request=lora_request)
 
     def encode(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: Prompts,
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
         *,
         pooling_task: PoolingTask | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
         """Run a task of the model's pooler on each prompt, by default the pooler's first task.
 
@@ -333,7 +332,7 @@ class LLM:
         aggregation: str | None = None,
         ignore_labels: Sequence[str] = BACKGROUND,
         stride: int | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[PoolingRequestOutput]:
         """Find the entities of each text: `outputs.entities` of each result, and `outputs.redacted`.
 
@@ -388,9 +387,9 @@ class LLM:
     def _run(
         self,
         prompts: list[PromptLike],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        sampling_params: SamplingParamsForEach,
         use_tqdm: bool,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+        lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         self._check_awake()
         streams = self._make_streams(prompts, sampling_params)
@@ -404,19 +403,11 @@ class LLM:
             raise RequestError("the engine sleeps: call wake_up() first")
 
     def _pool(
-        self,
-        streams: list[PoolingStream],
-        use_tqdm: bool,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+        self, streams: list[PoolingStream], use_tqdm: bool, lora_request: LoRARequests
     ) -> list[PoolingRequestOutput]:
         return [stream.output() for stream in self._pooled(streams, use_tqdm, lora_request)]
 
-    def _pooled(
-        self,
-        streams: list[PoolingStream],
-        use_tqdm: bool,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
-    ) -> list[PoolingStream]:
+    def _pooled(self, streams: list[PoolingStream], use_tqdm: bool, lora_request: LoRARequests) -> list[PoolingStream]:
         """Run streams to their end, and return one per text."""
         self._check_awake()
         texts = list(by_text(streams))
@@ -429,10 +420,10 @@ class LLM:
         raise_errors(whole)
         return whole
 
-    def _follow(self, streams: Sequence[RequestStream | PoolingStream], use_tqdm: bool) -> None:
+    def _follow(self, streams: Sequence[AnyStream], use_tqdm: bool) -> None:
         """Send all requests and wait until they have ended."""
         inbox: SimpleQueue[list[Event]] = SimpleQueue()
-        running: dict[str, RequestStream | PoolingStream] = {}
+        running: dict[str, AnyStream] = {}
         with TokenBar(len(streams), enabled=use_tqdm) as progress:
             try:
                 for stream in streams:
@@ -445,9 +436,7 @@ class LLM:
                 for request_id in running:
                     self.launched.session.drop(request_id)
 
-    def _make_streams(
-        self, prompts: list[PromptLike], sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[RequestStream]:
+    def _make_streams(self, prompts: list[PromptLike], sampling_params: SamplingParamsForEach) -> list[RequestStream]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = params_for_each(sampling_params, len(prompts))
@@ -457,11 +446,7 @@ class LLM:
                 streams.append(self._streams.make(prompt, params[place], next(self._request_ids)))
         return streams
 
-    def _set_adapters(
-        self,
-        streams: Sequence[RequestStream | PoolingStream],
-        given: LoRARequest | Sequence[LoRARequest | None] | None,
-    ) -> None:
+    def _set_adapters(self, streams: Sequence[AnyStream], given: LoRARequests) -> None:
         """Give each stream its adapter, once that is loaded."""
         if isinstance(given, Sequence) and len(given) != len(streams):
             raise RequestError(f"lora_request must be one for all or one for each of {len(streams)} prompts")
@@ -473,12 +458,7 @@ class LLM:
         for stream, request in zip(streams, each, strict=True):
             stream.adapter = "" if request is None else request.lora_name
 
-    def _collect(
-        self,
-        inbox: SimpleQueue[list[Event]],
-        running: dict[str, RequestStream | PoolingStream],
-        progress: TokenBar,
-    ) -> None:
+    def _collect(self, inbox: SimpleQueue[list[Event]], running: dict[str, AnyStream], progress: TokenBar) -> None:
         try:
             events = inbox.get(timeout=_LOOK_S)
         except Empty:

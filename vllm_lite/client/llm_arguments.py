@@ -10,6 +10,8 @@ from vllm_lite.client.streams.stream import RequestStream
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.params import SamplingParams
 
+AnyStream = RequestStream | PoolingStream
+
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
@@ -48,7 +50,7 @@ def pairs_of(first: str | Sequence[str], second: str | Sequence[str]) -> list[tu
     return list(zip(left * (len(right) if len(left) == 1 else 1), right, strict=True))
 
 
-def raise_errors(streams: Sequence[RequestStream | PoolingStream]) -> None:
+def raise_errors(streams: Sequence[AnyStream]) -> None:
     """Raise the error of a stream that has failed, one that is not a request's own first."""
     failed = [(place, stream.error) for place, stream in enumerate(streams) if stream.error is not None]
     for _, error in failed:

@@ -1,5 +1,6 @@
 """LoRARequest: a request's adapter, in the Python API; the engine loads an adapter when it is first named."""
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,10 @@ class LoRARequest:
     lora_name: str
     lora_int_id: int = 1
     lora_path: str | Path = ""
+
+
+LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
+"""One for all prompts, or one for each."""
 
 
 def begin_load(session: AnySession, request: LoRARequest | None) -> "Future[AdapterAnswer] | None":

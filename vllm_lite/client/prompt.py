@@ -52,6 +52,7 @@ BYTES_PER_TOKEN = 32
 USUAL_BYTES_PER_TOKEN = 4
 
 PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt | SpansPrompt | ImagesPrompt
+Prompts = PromptLike | Sequence[PromptLike]
 _FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
 
 

@@ -9,24 +9,17 @@ from importlib.util import find_spec
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.ray.config import RayServeConfig
-from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.tools.cli import vllm_flags
 
 NAME = "vllm_lite"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or org/model")
-    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
-    parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and exit")
-    add_config_flags(parser, RayServeConfig)
-    vllm_flags.add_flags(parser)
+    vllm_flags.add_settings(parser, RayServeConfig, "folder of a Hugging Face checkpoint, or org/model")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    flags = {name: getattr(arguments, name) for name in RayServeConfig.__struct_fields__}
-    flags["model"] = arguments.model if arguments.folder is None else arguments.folder
-    config = RayServeConfig.load(flags, file=arguments.config, of_vllm=arguments.of_vllm, notice=vllm_flags.say)
+    config = vllm_flags.load_settings(arguments, RayServeConfig)
     if arguments.print_config:
         print(config.to_yaml(), end="")
         return 0

@@ -4,9 +4,13 @@ settings. runtime/vllm_settings.py lists them, with the reasons."""
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
+from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.runtime.vllm_settings import REFUSED, SWITCHES, WITHOUT_EFFECT, Flags, Given
+from vllm_lite.server.config import ServeConfig
+
+C = TypeVar("C", bound=ServeConfig)
 
 
 class _Give(argparse.Action):
@@ -50,3 +54,22 @@ def _spellings(row: Flags, *, is_refused: bool) -> Iterator[tuple[str, int | str
 def say(text: str) -> None:
     """Print the notice of settings without effect."""
     print(f"vllm-lite: {text}", file=sys.stderr)
+
+
+# ---- the commands that serve
+
+
+def add_settings(parser: argparse.ArgumentParser, kind: type[ServeConfig], model: str) -> None:
+    """Add MODEL, described by `model`, and flags for all settings of `kind`, from a file as well."""
+    parser.add_argument("folder", metavar="MODEL", nargs="?", help=model)
+    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
+    parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and exit")
+    add_config_flags(parser, kind)
+    add_flags(parser)
+
+
+def load_settings(arguments: argparse.Namespace, kind: type[C]) -> C:
+    """The settings given by these flags. Raises ConfigError."""
+    flags = {name: getattr(arguments, name) for name in kind.__struct_fields__}
+    flags["model"] = arguments.model if arguments.folder is None else arguments.folder
+    return kind.load(flags, file=arguments.config, of_vllm=arguments.of_vllm, notice=say)
