@@ -15,8 +15,8 @@ from tests.client_tools import AGENTS, ANY_ITEM, DEEP, PATCH, SEARCH
 from tests.response_events import checked
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.responses import history, items
-from vllm_lite.server.responses.client_tools import OUTPUTS
-from vllm_lite.server.responses.toolbox import TREATMENTS, Toolbox
+from vllm_lite.server.responses.client_tools import FORMS, OUTPUTS
+from vllm_lite.server.responses.toolbox import Toolbox
 
 # ---- the types of the package
 
@@ -64,12 +64,42 @@ ITEM_MODELS = [
 ]
 
 
+LEFT_OUT_TOOLS = [
+    "code_interpreter",
+    "computer",
+    "computer_use",
+    "computer_use_preview",
+    "file_search",
+    "image_generation",
+    "mcp",
+    "programmatic_tool_calling",
+    "web_search",
+    "web_search_2025_08_26",
+    "web_search_preview",
+    "web_search_preview_2025_03_11",
+]
+"""Types of tools that a provider runs."""
+DROPPED_ITEMS = [
+    "compaction",
+    "compaction_trigger",
+    "computer_call",
+    "computer_call_output",
+    "configuration_update",
+    "image_generation_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_list_tools",
+    "web_search_call",
+]
+"""Types of items without content for a model, or with content for the provider only."""
+
+
 @pytest.mark.parametrize(("kind", "model"), TOOL_MODELS, ids=[kind for kind, _ in TOOL_MODELS])
 def test_every_type_of_tools_has_a_treatment(kind: str, model: Any) -> None:
     tool = {**example(model), "type": kind}
     box = Toolbox([tool])
-    assert kind in TREATMENTS, "a new type: decide what becomes of it"
-    if TREATMENTS[kind] == "left out" or kind == "tool_search":  # which a provider runs unless it says "client"
+    assert kind in {*FORMS, "namespace", *LEFT_OUT_TOOLS}, "a new type: decide what becomes of it"
+    if kind in LEFT_OUT_TOOLS or kind == "tool_search":  # which a provider runs unless it says "client"
         assert (box.functions, box.left_out) == ([], [f"tools[0] {kind}"])
     else:
         assert len(box.functions) == 1
@@ -92,7 +122,7 @@ def test_every_type_of_items_has_a_treatment(kind: str, model: Any) -> None:
     user = {"role": "user", "content": "Go on."}
     shown, left_out = items.read([user, *before, item], "resp_1", {})
     is_known = kind in items.PREFIXES
-    assert is_known != (kind in items.DROPPED), "a new type: decide what becomes of it"
+    assert is_known != (kind in DROPPED_ITEMS), "a new type: decide what becomes of it"
     assert left_out == ([] if is_known else [f"input[{1 + len(before)}] {kind}"])
     messages = history.messages(None, shown, Toolbox([]))
     if not is_known:

@@ -36,7 +36,8 @@ PREFIXES = {
     "program": "prog",
     "program_output": "progo",
 }
-"""Types of items that are shown to the model, and the prefixes of their ids."""
+"""Types of items that are shown to the model, and the prefixes of their ids. All others are dropped, and named in the
+answer's Warning header: they have no content for a model, or are newer than this server."""
 PROVIDED = {
     "code_interpreter_call": ("code", "outputs"),
     "file_search_call": ("queries", "results"),
@@ -45,13 +46,6 @@ PROVIDED = {
     "program_output": ("result",),
 }
 """Items of a provider's actions, and their fields that become assistant text."""
-_DROPPED = """
-compaction compaction_trigger computer_call computer_call_output configuration_update image_generation_call
-mcp_approval_request mcp_approval_response mcp_list_tools web_search_call
-"""
-DROPPED = frozenset(_DROPPED.split())
-"""Types of items without content for a model, or with content for the provider only. Unknown types are newer than this
-server and dropped as well; the answer's Warning header names dropped items."""
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _OF_RESPONSE = re.compile(f"(?:{'|'.join(PREFIXES.values())})_(.{{1,200}})_i?[0-9]{{1,6}}")

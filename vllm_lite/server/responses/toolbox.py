@@ -1,12 +1,12 @@
 """Toolbox: the tools of one request by type, and the mapping between them and the model's functions.
 
 A tool that the client runs becomes a function (client_tools.py), one of a namespace a function with the namespace as
-prefix. A tool that a provider would run is left out, and named in the answer's Warning header: an agent that sends
-`web_search` with every request continues without it.
+prefix. Any other tool, which a provider would run or which is newer than this server, is left out, and named in the
+answer's Warning header: an agent that sends `web_search` with every request continues without it.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -14,18 +14,6 @@ from vllm_lite.server.openai.bodies import MAX_TOOLS, FunctionTool
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.forms import check_depth
 from vllm_lite.server.responses.client_tools import FORMS, TOOL_FIELDS, CallForm, flat_name
-
-Treatment = Literal["function", "namespace", "left out"]
-_PROVIDERS = """
-code_interpreter computer computer_use computer_use_preview file_search image_generation mcp programmatic_tool_calling
-web_search web_search_2025_08_26 web_search_preview web_search_preview_2025_03_11
-"""
-TREATMENTS: dict[str, Treatment] = {
-    **dict.fromkeys(FORMS, "function"),
-    "namespace": "namespace",
-    **dict.fromkeys(_PROVIDERS.split(), "left out"),
-}
-"""Treatment by the type of the tool. Unknown types are left out as well: they are newer than this server."""
 
 
 class ClientTool(NamedTuple):
@@ -168,7 +156,7 @@ def _is_for_client(tool: Mapping[str, Any]) -> bool:
         return place is None or (isinstance(place, dict) and place.get("type") == "local")
     if kind == "tool_search":
         return tool.get("execution") == "client"
-    return TREATMENTS.get(kind) == "function"
+    return kind in FORMS
 
 
 def shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
