@@ -172,10 +172,18 @@ def test_whether_a_template_shows_tools() -> None:
     assert not TemplateSource(CHATML).takes_tools
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["messages", "tools", "bos_token", "add_generation_prompt", "chat_template"])
 def test_reserved_variables_are_refused(name: str) -> None:
     with pytest.raises(RequestError, match=name):
         ChatTemplate(TemplateSource(CHATML, TOKENS)).render([USER], variables={name: "x"})
+
+
+def test_nested_values_are_for_variables_that_the_template_reads() -> None:
+    template = ChatTemplate(TemplateSource(CHATML + "{% if parts %}{{ parts[1] }}{% endif %}", TOKENS))
+    assert template.render([USER], variables={"parts": [5, 6], "others": "x"}).endswith("6")
+    for value in ([5], {"a": 5}):
+        with pytest.raises(RequestError, match="the chat template does not read 'others' of chat_template_kwargs;"):
+            template.render([USER], variables={"others": value})
 
 
 def test_errors_of_a_template_are_reported() -> None:

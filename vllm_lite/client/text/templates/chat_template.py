@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 import msgspec
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -28,8 +28,11 @@ from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.templates.template_trials import SAMPLE_TOOL, Message, TemplateTrials
 from vllm_lite.errors import ModelError, RequestError
 
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""Variables that the server sets, besides the names of special tokens."""
+RESERVED = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"}
+)
+"""Names that no variable may have, besides those of special tokens: what the server sets, and other servers' arguments
+of a rendering."""
 
 MAX_LOOKED_AT_S = 0.2
 """Seconds; a prompt that took longer is not rendered again to find left-out messages."""
@@ -90,6 +93,12 @@ class ChatTemplate:
         if taken := sorted(variables.keys() & (RESERVED | self.special_tokens.keys())):
             raise RequestError(f"chat_template_kwargs cannot set {taken[0]!r}, which the server sets")
         variant = self._for_tools if tools else self.plain
+        for name, value in variables.items():
+            if isinstance(value, Mapping | Sequence) and not isinstance(value, str) and not variant.reads(name):
+                raise RequestError(
+                    f"the chat template does not read {name!r} of chat_template_kwargs; such a value must be a text, a "
+                    "number, true, false or null"
+                )
         settings = {**variables, "tools": tools or None, "add_generation_prompt": add_generation_prompt}
         mark, given = "", messages
         if continue_final_message:
@@ -113,10 +122,15 @@ class _Variant:
         """`sample_tools`: the tools in trials."""
         self._compiled = _environment().from_string(source)
         self._special_tokens = special_tokens
+        self._parse = partial(_environment().parse, source)
         self._sample = {"tools": sample_tools}
         attempt = partial(self._render, settings={**self._sample, "add_generation_prompt": True})
-        self._trials = TemplateTrials(partial(_environment().parse, source), attempt)
+        self._trials = TemplateTrials(self._parse, attempt)
         self.finder = LeftOutFinder()
+
+    def reads(self, name: str) -> bool:
+        """Whether the template has a variable `name` that it does not set itself."""
+        return name in meta.find_undeclared_variables(self._parse())
 
     def text(self, messages: Sequence[Message], settings: Mapping[str, Any]) -> str:
         """Render `messages` in a form that the template takes. Raises whatever the template raises."""
