@@ -15,12 +15,7 @@ from vllm_lite.client.decisions.answers import DecisionOutput
 from vllm_lite.client.decisions.methods import DecideOptions, prepare
 from vllm_lite.client.engines.any_session import STATS_TIMEOUT_S
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
-from vllm_lite.client.engines.session import (
-    DEFAULT_TIMEOUT_S,
-    HEARTBEAT_TIMEOUT_S,
-    RECOVERY_TIMEOUT_S,
-    Session,
-)
+from vllm_lite.client.engines.session import DEFAULT_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, RECOVERY_TIMEOUT_S, Session
 from vllm_lite.client.llm_arguments import AnyStream, raise_errors
 from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
 from vllm_lite.client.media.programs import ProgramImages

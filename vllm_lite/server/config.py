@@ -113,8 +113,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     body_timeout_s: Annotated[float, Meta(gt=0, description="time for the body of a request")] = 60.0
     write_timeout_s: Annotated[float, Meta(gt=0, description="time in which a client must read what it is sent")] = 60.0
     stream_resume_s: Annotated[
-        float,
-        Meta(ge=0, description="seconds for which a resumable stream is kept after its connection broke"),
+        float, Meta(ge=0, description="seconds for which a resumable stream is kept after its connection broke")
     ] = 30.0
     responses_store: Annotated[
         str | None,
@@ -167,8 +166,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         GenerationOverrides | None, Meta(description='JSON, e.g. {"temperature":0.5}: defaults that override the file')
     ] = None
     return_tokens_as_token_ids: Annotated[
-        bool,
-        Meta(description="logprobs have token_id:N in place of a token's text, unless a request says otherwise"),
+        bool, Meta(description="logprobs have token_id:N in place of a token's text, unless a request says otherwise")
     ] = False
     enable_force_include_usage: Annotated[
         bool, Meta(description="every chunk of a stream has the usage, whatever its stream_options")

@@ -30,12 +30,7 @@ from vllm_lite.client.engines.session import Session
 from vllm_lite.client.engines.supervisor import EngineSupervisor
 from vllm_lite.client.text.end_tokens import find_end_tokens, writes_text
 from vllm_lite.client.text.tokenizer_formats import conversion
-from vllm_lite.config import (
-    DEMO_MODEL,
-    EngineConfig,
-    ResolvedConfig,
-    demo_folder,
-)
+from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig, demo_folder
 from vllm_lite.errors import ConfigError, EngineError, ModelError
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import Welcome

@@ -77,11 +77,7 @@ class PromptImages:
         return cls(writer, limits.images)
 
     def pictured(
-        self,
-        text: str,
-        images: Sequence[GivenImage],
-        encode: Encode,
-        changes: Mapping[str, Any] | None = None,
+        self, text: str, images: Sequence[GivenImage], encode: Encode, changes: Mapping[str, Any] | None = None
     ) -> Pictured:
         """Make the prompt of `text`, which has a placeholder for each of the images; `changes` of the processor's
         settings are the request's `mm_processor_kwargs`. Raises RequestError."""

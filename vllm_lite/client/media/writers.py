@@ -13,12 +13,7 @@ from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec, Resolution, chec
 from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma3VisionSpec, Gemma4VisionSpec, UnifiedVisionSpec
 from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
 from vllm_lite.checkpoint.layer_specs.qwen_vision import QwenVisionSpec
-from vllm_lite.checkpoint.layer_specs.vision import (
-    PROCESSOR_FILE,
-    SiglipSpec,
-    VisionSpec,
-    read_processor,
-)
+from vllm_lite.checkpoint.layer_specs.vision import PROCESSOR_FILE, SiglipSpec, VisionSpec, read_processor
 from vllm_lite.checkpoint.typed_json import Size, convert, read_json
 from vllm_lite.client.media import processors
 from vllm_lite.client.media.changes import (

@@ -144,12 +144,7 @@ def find_end_tokens(
 
 
 def _closing(
-    source: TemplateSource,
-    in_files: frozenset[str],
-    spelled: frozenset[str],
-    tokens: frozenset[str],
-    *,
-    renders: bool,
+    source: TemplateSource, in_files: frozenset[str], spelled: frozenset[str], tokens: frozenset[str], *, renders: bool
 ) -> Closing:
     """Find the one of `tokens` that closes messages in a template. The template is rendered if `renders` is set; or if
     it spells no token that surely closes messages or that files name, but may write one; or if tokens that are known

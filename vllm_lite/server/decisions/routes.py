@@ -106,12 +106,7 @@ class DecisionRoutes:
             return await prompts.tokenized(made, [text.begin, *text.rests], asked.request)
 
     async def _rendered(
-        self,
-        state: str,
-        questions: Sequence[Question],
-        instructions: str,
-        variables: dict[str, Any],
-        request: Request,
+        self, state: str, questions: Sequence[Question], instructions: str, variables: dict[str, Any], request: Request
     ) -> shared.SharedText:
         steps = shared.rendering(state, questions)
         said = next(steps)

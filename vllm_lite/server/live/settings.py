@@ -10,21 +10,9 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.server.config import SECRET, ServeConfig
 
 COMPUTED = (
-    "device",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "model_impl",
-    "attention_backend",
-    "exact_activations",
-    "tensor_parallel_size",
-    "data_parallel_size",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "enable_prefix_caching",
-    "swap_space",
+    *("device", "dtype", "quantization", "kv_cache_dtype", "model_impl", "attention_backend", "exact_activations"),
+    *("tensor_parallel_size", "data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("block_size", "enable_prefix_caching", "swap_space"),
 )
 """Settings that determine the number formats, the kernels and the size of steps."""
 

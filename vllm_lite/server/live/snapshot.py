@@ -16,30 +16,11 @@ from vllm_lite.server.live_requests import WHY
 MAX_SHOWN = 1 << 16
 """Maximum number of blocks shown per engine, one byte each, the device's first; further ones are only counted."""
 COUNTS = (
-    "num_running",
-    "num_waiting",
-    "num_blocks",
-    "num_used_blocks",
-    "num_cached_blocks",
-    "num_host_blocks",
-    "num_used_host_blocks",
-    "num_stored_keys",
-    "num_writing_blocks",
-    "steps",
-    "prompt_tokens",
-    "cached_tokens",
-    "generated_tokens",
-    "preemptions",
-    "swaps",
-    "host_hits",
-    "loaded_tokens",
-    "copied_blocks",
-    "swapped_out_blocks",
-    "swapped_in_blocks",
-    "draft_tokens",
-    "accepted_tokens",
-    "life",
-    "generation",
+    *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks"),
+    *("num_host_blocks", "num_used_host_blocks", "num_stored_keys", "num_writing_blocks"),
+    *("steps", "prompt_tokens", "cached_tokens", "generated_tokens", "preemptions", "swaps"),
+    *("host_hits", "loaded_tokens", "copied_blocks", "swapped_out_blocks", "swapped_in_blocks"),
+    *("draft_tokens", "accepted_tokens", "life", "generation"),
 )
 TIMES = ("first_token_s", "token_gap_s", "queue_s")
 Snapshot = dict[str, Any]

@@ -4,13 +4,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.server.ollama.bodies import (
-    OllamaBody,
-    OllamaChatBody,
-    OllamaGenerateBody,
-    OllamaMessage,
-    OllamaOptions,
-)
+from vllm_lite.server.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaMessage, OllamaOptions
 from vllm_lite.server.openai.bodies import CalledFunction, ChatBody, ChatMessage, CompletionBody, Part, ToolCall
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.forms import check_depth

@@ -84,12 +84,7 @@ def fields(call: PoolingCall, model: str) -> dict[str, Any]:
     count = call.num_prompt_tokens
     cached = sum(stream.num_cached_tokens for stream in call.streams)
     details = {"cached_tokens": cached} if cached else None
-    usage = {
-        "prompt_tokens": count,
-        "total_tokens": count,
-        "completion_tokens": 0,
-        "prompt_tokens_details": details,
-    }
+    usage = {"prompt_tokens": count, "total_tokens": count, "completion_tokens": 0, "prompt_tokens_details": details}
     return {"id": call.id, "object": "list", "created": call.created, "model": model, "usage": usage}
 
 

@@ -34,34 +34,14 @@ MAX_NAME_CHARS = 200
 OWN = ("aliases", "pin", "idle_s")
 """Settings of an entry that `serve` does not have."""
 _OF_ROUTER = frozenset(
-    [
-        "model",
-        "served_model_name",
-        "host",
-        "port",
-        "uds",
-        "root_path",
-        "api_key",
-        "api_key_file",
-        "admin_api_key",
-        "admin_api_key_file",
-        "ssl_keyfile",
-        "ssl_certfile",
-        "ssl_ca_certs",
-        "ssl_cert_reqs",
-        "ssl_ciphers",
-        "public_metrics",
-        "public_docs",
-        "disable_fastapi_docs",
-        "allowed_hosts",
-        "allowed_origins",
-        "allowed_methods",
-        "allowed_headers",
-        "allow_credentials",
-        "header_timeout_s",
-        "write_timeout_s",
-        "address",
-    ]
+    {
+        *("model", "served_model_name", "address"),
+        *("host", "port", "uds", "root_path", "header_timeout_s", "write_timeout_s"),
+        *("api_key", "api_key_file", "admin_api_key", "admin_api_key_file"),
+        *("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers"),
+        *("public_metrics", "public_docs", "disable_fastapi_docs"),
+        *("allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers", "allow_credentials"),
+    }
 )
 """Settings of `serve` that apply to the router: models do not inherit them from the command line."""
 _NOT_IN_ENTRIES = _OF_ROUTER - {"model", "api_key", "api_key_file"}

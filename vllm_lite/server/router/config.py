@@ -23,8 +23,7 @@ class RouterConfig(ServeConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(description="serve several models: a YAML or TOML file of them, a folder of them, or `hub`, its cache"),
     ] = None
     models_memory: Annotated[
-        str | None,
-        Meta(description="memory of all models, like 24GiB, as measured (default: 80 %% of the machine's)"),
+        str | None, Meta(description="memory of all models, like 24GiB, as measured (default: 80 %% of the machine's)")
     ] = None
     models_max: Annotated[
         Annotated[int, Meta(ge=1)] | None, Meta(description="models loaded at once, at most (default: no limit)")

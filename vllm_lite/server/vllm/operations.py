@@ -32,11 +32,7 @@ class OperationRoutes:
         self._num_waiting = 0
 
     def routes(self) -> list[Route]:
-        states = {
-            "/is_paused": self.is_paused,
-            "/is_sleeping": self.is_sleeping,
-            "/get_world_size": self.world_size,
-        }
+        states = {"/is_paused": self.is_paused, "/is_sleeping": self.is_sleeping, "/get_world_size": self.world_size}
         operations = {
             "/pause": self.pause,
             "/resume": self.resume,

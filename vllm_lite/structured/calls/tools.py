@@ -23,11 +23,7 @@ MIN_TRIGGER_CHARS = 4
 """A shorter text, such as `[`, is too common to trigger a call; then the name of a tool must follow it."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_WRITTEN_AS = {
-    INDEX: "/[0-9]{1,3}/",
-    ID: "/[A-Za-z0-9_.-]{1,64}/",
-    TYPE: "/array|boolean|null|number|object/",
-}
+_WRITTEN_AS = {INDEX: "/[0-9]{1,3}/", ID: "/[A-Za-z0-9_.-]{1,64}/", TYPE: "/array|boolean|null|number|object/"}
 _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

@@ -38,21 +38,9 @@ from vllm_lite.tools.simulate.load import TOKEN_BITS, SimulatedRequest
 from vllm_lite.trace.records import Header
 
 VARIED = (
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-    "preemption_mode",
-    "scheduling_policy",
-    "max_itl_ms",
-    "kv_watermark",
-    "max_swap_blocks_per_step",
-    "num_gpu_blocks_override",
-    "async_scheduling",
-    "data_parallel_size",
-    "disable_adaptive_drafts",
-    "kv_cache_dir",
+    *("max_num_seqs", "max_num_batched_tokens", "max_model_len", "enable_chunked_prefill", "enable_prefix_caching"),
+    *("preemption_mode", "scheduling_policy", "max_itl_ms", "kv_watermark", "max_swap_blocks_per_step"),
+    *("num_gpu_blocks_override", "async_scheduling", "data_parallel_size", "disable_adaptive_drafts", "kv_cache_dir"),
 )
 """Engine settings that a simulation may change. All others change the time of a step, for which a recording with these
 settings is necessary."""

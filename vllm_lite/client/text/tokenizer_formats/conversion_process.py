@@ -29,12 +29,7 @@ NO_SPACE = 3
 MAX_MEMORY_BYTES = 4 * 1024**3
 """Largest address space of the process, in bytes. A vocabulary of 130,000 tokens takes 0.6 GB."""
 MAX_ERROR_CHARS = 500
-TEXTS = (
-    "the cat sat on the mat",
-    "Hello, World! How are you?",
-    "a = b + 12345; return x",
-    "one\ntwo",
-)
+TEXTS = ("the cat sat on the mat", "Hello, World! How are you?", "a = b + 12345; return x", "one\ntwo")
 """Texts that every tokenizer gives back. None begins with a space or has two spaces in a row, where libraries
 differ."""
 MORE_TEXTS = ("naïve café", "日本語 🙂", "Привет, мир")

@@ -169,12 +169,7 @@ class GgufTokenizer:
             "pre_tokenizer": None,
             "post_processor": self._ends(bos=True, otherwise=None),
             "decoder": _pieces_to_text(strips=prefix),
-            "model": {
-                "type": "BPE",
-                "vocab": self.ids,
-                "merges": self._merges_by_score(),
-                **self._unknowns(),
-            },
+            "model": {"type": "BPE", "vocab": self.ids, "merges": self._merges_by_score(), **self._unknowns()},
         }
 
     def _likeliest_pieces(self) -> dict[str, Any]:

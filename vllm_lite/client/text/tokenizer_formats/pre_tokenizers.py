@@ -155,12 +155,7 @@ WORDS: dict[str, Words] = {name: words for names, words in _ALIKE for name in na
     ),
     "deepseek-coder": Words((*map(_cut, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL)), _DIGITS, BYTES)),
     "falcon": Words(
-        (
-            _signs("Contiguous"),
-            _GPT2_BYTES,
-            {"type": "Digits", "individual_digits": False},
-            _cut("[0-9][0-9][0-9]"),
-        )
+        (_signs("Contiguous"), _GPT2_BYTES, {"type": "Digits", "individual_digits": False}, _cut("[0-9][0-9][0-9]"))
     ),
     "chameleon": Words(
         (
