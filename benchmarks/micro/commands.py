@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from vllm_lite.config import DEMO_MODEL, EngineConfig
@@ -147,7 +148,27 @@ def _simulated(arguments: argparse.Namespace) -> int:
     return show(arguments, simulated.run(arguments.num_requests), simulated.table)
 
 
+def _beside_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("tree", metavar="TREE", type=Path, help="another checkout, with its .venv")
+    parser.add_argument("words", nargs="+", metavar="-- COMMAND", help="what to run in both, such as kernels FLAGS")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of each [5]")
+    add_json_flag(parser)
+
+
+def _beside(arguments: argparse.Namespace) -> int:
+    """Measure another version and this one in turn, and divide the figures of this one by the other's: benchmarks
+    beside ../old -- kernels --parts linear --threads 2 --rows 1"""
+    from micro import beside
+
+    check_positive(arguments, "rounds")
+    if not (arguments.tree / "benchmarks/__main__.py").is_file():
+        raise ConfigError(f"TREE must be a checkout with benchmarks/__main__.py, got {arguments.tree}")
+    figures = beside.run(arguments.tree, arguments.words, arguments.rounds, report)
+    return show(arguments, figures, beside.table)
+
+
 BENCHES = {
+    "beside": Bench("any of the other commands in another checkout and in this one, in turn", _beside_flags, _beside),
     "simulated": Bench("the engine core alone: requests a second that it schedules", _simulated_flags, _simulated),
     "kernels": Bench("the native CPU kernels against memory's speed and torch", _kernels_flags, _kernels),
     "step": Bench("where the time of one decode step goes, in all processes", _step_flags, _step),
