@@ -41,7 +41,7 @@ class Machine:
         """Measure this machine. None if the native library is missing or has no products faster than float32's."""
         try:
             import torch  # here, as the rest of peers.py needs nothing to be installed
-            from micro.kernels_timing import peak_gflop_s, read_bandwidth_gb_s
+            from micro.kernels_timing import peak_tflop_s, read_bandwidth_gb_s
 
             from vllm_lite.kernels import cpu
         except ImportError:
@@ -49,7 +49,7 @@ class Machine:
         if not cpu.available() or cpu.isa() not in FAST_INTEGERS:
             return None
         kinds = (torch.bfloat16, torch.int8)
-        bfloat16, integers = (peak_gflop_s(num_threads, kind) * 1e9 for kind in kinds)
+        bfloat16, integers = (peak_tflop_s(num_threads, kind) * 1e12 for kind in kinds)
         return cls(bfloat16, integers, read_bandwidth_gb_s(num_threads) * 1e9)
 
 

@@ -2,7 +2,7 @@
 
 `rows` has the kernels with a limit. For most it is memory: they have their speed `gb_s`, `limit`, which is the speed at
 which the same number of threads reads memory, and `share`, the ratio of both. For chunks of prompts it is arithmetic:
-`gflop_s`, and as `limit` the speed at which the threads multiply in registers. `against_torch` has all other kernels,
+`tflop_s`, and as `limit` the speed at which the threads multiply in registers. `against_torch` has all other kernels,
 which are compared only with the same work in plain torch, or in torch's gloo.
 """
 
@@ -52,7 +52,7 @@ def run(
         "device": _cpu_name(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": _commit(),
-        "command": " ".join(["vllm-lite", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks", *sys.argv[1:]]),
         "rows": [row for row in rows if "share" in row],
         "against_torch": [row for row in rows if "share" not in row],
     }

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from micro.kernels_timing import Row, best_times, clock_for, name_of, peak_gflop_s, read_bandwidth_gb_s
+from micro.kernels_timing import Row, best_times, clock_for, name_of, peak_tflop_s, read_bandwidth_gb_s
 from vllm_lite.attention.backend import AttentionShape, Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.int8_rows import quantized, scale_bytes
@@ -193,11 +193,11 @@ def _chosen_cases(num_threads: int, cases: Sequence[AttentionSelection], dtype: 
             batches += [
                 AttentionCase(batches[0].lengths, case.heads, dtype) for _ in range(WORKING_SET_BYTES // kv_bytes)
             ]
-        limit = read_bandwidth_gb_s(num_threads) if is_decode else peak_gflop_s(num_threads, dtype)
+        limit = read_bandwidth_gb_s(num_threads) if is_decode else peak_tflop_s(num_threads, dtype)
         (pass_s,) = best_times(clock_for(num_threads), [partial(_attend_all, batches)], MIN_TIME_S)
         seconds = pass_s / len(batches)
-        speed = (kv_bytes if is_decode else _flops(batches[0])) / seconds / 1e9
-        unit = "gb_s" if is_decode else "gflop_s"
+        speed = kv_bytes / seconds / 1e9 if is_decode else _flops(batches[0]) / seconds / 1e12
+        unit = "gb_s" if is_decode else "tflop_s"
         figures = {"us": seconds * 1e6, unit: speed, "limit": limit, "share": speed / limit}
         yield _row("decode" if is_decode else "prefill", batches[0], **figures)
 
@@ -219,13 +219,13 @@ def decoding(num_threads: int) -> Iterator[Row]:
 
 def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
     """The last CHUNK tokens of each of CONTEXTS, with four query heads per KV head."""
-    limit = peak_gflop_s(num_threads, dtype)
+    limit = peak_tflop_s(num_threads, dtype)
     for head_size in PREFILL_HEAD_SIZES:
         for context in CONTEXTS:
             batch = AttentionCase([(CHUNK, context)], sharing(4, head_size), dtype)
             seconds, torch_s = best_times(clock_for(num_threads), [batch.attend, batch.attend_in_torch], MIN_TIME_S)
-            speed = _flops(batch) / seconds / 1e9
-            yield _row("prefill", batch, gflop_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
+            speed = _flops(batch) / seconds / 1e12
+            yield _row("prefill", batch, tflop_s=speed, limit=limit, share=speed / limit, ratio_torch=torch_s / seconds)
 
 
 def writes(num_threads: int) -> Iterator[Row]:

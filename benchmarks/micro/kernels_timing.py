@@ -64,8 +64,8 @@ def multiply_registers(dtype: torch.dtype, rounds: int) -> int:
     return int(function("vllm_lite_multiply", (int32, int64), int64)(DTYPES[dtype], rounds))
 
 
-def peak_gflop_s(num_threads: int, dtype: torch.dtype, rounds: int = 100_000) -> float:
-    """GFLOP/s at which `num_threads` of our threads multiply and add in registers."""
+def peak_tflop_s(num_threads: int, dtype: torch.dtype, rounds: int = 100_000) -> float:
+    """TFLOP/s at which `num_threads` of our threads multiply and add in registers."""
     cpu.set_num_threads(num_threads)
     (seconds,) = best_times(clock_for(num_threads), [lambda: multiply_registers(dtype, rounds)], 0, min_rounds=8)
-    return multiply_registers(dtype, rounds) / seconds / 1e9
+    return multiply_registers(dtype, rounds) / seconds / 1e12

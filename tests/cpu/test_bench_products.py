@@ -104,7 +104,7 @@ def test_cases_of_attention_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     keys."""
     monkeypatch.setattr(kernels_attention, "WORKING_SET_BYTES", 5 * 2 * 8 * 2 * 2 * 16 * 2)  # 5 caches of two sequences
     monkeypatch.setattr(kernels_attention, "read_bandwidth_gb_s", lambda _threads: 1.0)
-    monkeypatch.setattr(kernels_attention, "peak_gflop_s", lambda _threads, _dtype: 1.0)
+    monkeypatch.setattr(kernels_attention, "peak_tflop_s", lambda _threads, _dtype: 1.0)
     passes: list[int] = []
 
     def timed(_clock: object, calls: Sequence[partial[None]], _time_s: float) -> list[float]:
@@ -118,4 +118,4 @@ def test_cases_of_attention_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert passes == [6, 1]
     assert decode["shape"] == "2 x 1 of 8, heads 4/2 x 16, bfloat16"
     assert decode["gb_s"] == decode["share"] == pytest.approx(2 * 8 * 2 * 2 * 16 * 2 / 1e9)
-    assert prefill["gflop_s"] == pytest.approx(4 * 16 * 4 * (6 + 7 + 8) / 6 / 1e9)
+    assert prefill["tflop_s"] == prefill["share"] == pytest.approx(4 * 16 * 4 * (6 + 7 + 8) / 6 / 1e12)
