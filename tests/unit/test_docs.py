@@ -6,6 +6,7 @@ heading of it. In the two pages that explain the engine every CamelCase name is 
 """
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -233,6 +234,21 @@ def test_every_result_is_cited() -> None:
     results = sorted(path.name for path in (ROOT / "benchmarks/results").iterdir())
     assert len(results) > 10
     assert [name for name in results if name not in text] == []
+
+
+def test_results_have_the_keys_that_programs_read() -> None:
+    folder = ROOT / "benchmarks/results"
+    peers = json.loads((folder / "peers-cpu.json").read_text())
+    kernels = [json.loads(path.read_text()) for path in folder.glob("*-kernels.json")]
+    assert kernels
+    for result in (peers, *kernels):
+        assert {"device", "date", "commit", "rows"} <= result.keys()
+        assert result["rows"]
+    of_peers = {"model", "dtype", "workload", "metric", "ours", "peer", "best_peer", "ratio"}
+    assert all(of_peers <= row.keys() for row in peers["rows"])
+    for row in (row for result in kernels for row in result["rows"]):
+        assert {"kernel", "shape", "limit", "share"} <= row.keys()
+        assert len({"gb_s", "tflop_s"} & row.keys()) == 1
 
 
 def test_programs_are_named_where_they_are_found() -> None:
