@@ -7,9 +7,11 @@ effect or is refused. vLLM's own variables are included.
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +23,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.params import MAX_LOGPROBS
 from vllm_lite.runtime import vllm_variables
-from vllm_lite.runtime.settings import Settings
+from vllm_lite.runtime.settings import Settings, flag_of
 from vllm_lite.runtime.vllm_settings import REFUSED, WITHOUT_EFFECT, Flags, answer, known
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.route_table import ROUTES
@@ -148,6 +150,19 @@ def test_every_flag_is_read_from_file_and_environment(tmp_path: Path) -> None:
     assert wrong == []
     shown = {flag.name for flag in flags} - {*without_effect}
     assert [name for name in without_effect if opposite(name) not in shown] == [], "these values show nothing"
+
+
+def test_shown_commands_give_the_same_settings() -> None:
+    wrong = []
+    adapters = ["--enable-lora", "--lora-modules", "a=/b c", '{"name": "d", "path": "e", "base_model_name": "f"}']
+    for words in [*(flag.words for flag in accepted()), adapters, ["--served-model-name", "it's"]]:
+        arguments = parser_of_serve().parse_args(words)
+        flags = {name: getattr(arguments, name, None) for name in RouterConfig.__struct_fields__}
+        with suppress(ConfigError):
+            config = RouterConfig.load(flags, {})
+            shown = [word for item in config.changed().items() for word in shlex.split(flag_of(*item))]
+            wrong += [(words, shown)] * (loaded(shown, {}, None)[0] != repr(config))
+    assert wrong == []
 
 
 # ---- as files have it

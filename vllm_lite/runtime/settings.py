@@ -8,6 +8,7 @@ switch.
 import argparse
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from functools import cache
@@ -144,6 +145,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             given = f", got {values[name]!r}" if name in values and ", got " not in what else ""
             raise ConfigError(f"{name}{within}: {what}{given}" if name in values else what) from error
 
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from their defaults."""
+        defaults = type(self)()
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in values.items() if value != getattr(defaults, name)}
+
 
 class _Layer(NamedTuple):
     """Settings of one source: values by name, the spelling of each, settings of vLLM that do not exist here, and
@@ -189,6 +196,19 @@ def add_flags(parser: argparse._ActionsContainer, kind: type[Settings], only: Co
             if _reader(hint) is not None:
                 more = {"action": "extend", "nargs": "+"}
             group.add_argument(*flags, dest=field.name, metavar=_metavar(field.name, hint), help=text, **more)
+
+
+def flag_of(name: str, value: Any) -> str:
+    """The flag that gives a field this value, quoted for a shell."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    plain = msgspec.to_builtins(value)
+    items = plain if isinstance(plain, tuple) else (plain,)
+    texts = [msgspec.json.encode(item).decode() if isinstance(item, dict) else str(item) for item in items]
+    if not any(isinstance(item, dict) for item in items):
+        texts = [",".join(texts)]
+    return " ".join([f"--{flag}", *map(shlex.quote, texts)])
 
 
 def _default(value: Any) -> str:

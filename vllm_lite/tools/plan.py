@@ -5,6 +5,7 @@ engine/blocks/groups.py). Weights are exact. Activations and other memory of a p
 worker measures them.
 """
 
+import shlex
 from collections.abc import Iterator
 from math import ceil
 from typing import Annotated, Any
@@ -45,7 +46,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
 from vllm_lite.runtime.machine import gpus, memory_limit_bytes, parse_bytes
 from vllm_lite.runtime.nested_settings import DEVICE_DEFAULTS, Count
-from vllm_lite.runtime.settings import Section
+from vllm_lite.runtime.settings import Section, flag_of
 from vllm_lite.tools.plan_disk import DiskPlan
 
 OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}
@@ -70,12 +71,6 @@ class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         str | None, Meta(description="memory of the planned CPU machine, like 64GiB (default: this machine's)")
     ] = None
     concurrency: Annotated[Count | None, Meta(description="requests of max_model_len that must fit at once")] = None
-
-    def engine_values(self) -> dict[str, Any]:
-        """The engine's settings that differ from the defaults."""
-        defaults = EngineConfig()
-        values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
-        return {name: value for name, value in values.items() if value != getattr(defaults, name)}
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -472,7 +467,8 @@ def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -
 
 
 def _command(config: PlanConfig, checkpoint: Checkpoint, plan: CapacityPlan) -> str:
-    values = {name: value for name, value in config.engine_values().items() if name != "model"}
+    fields = {*EngineConfig.__struct_fields__} - {"model"}
+    values = {name: value for name, value in config.changed().items() if name in fields}
     if config.max_model_len is None and 0 < plan.max_model_len < plan.max_position_embeddings:
         values["max_model_len"] = plan.max_model_len
     default = DEVICE_DEFAULTS["cuda" if plan.device == "cuda" else "cpu"].max_num_seqs
@@ -480,17 +476,8 @@ def _command(config: PlanConfig, checkpoint: Checkpoint, plan: CapacityPlan) -> 
         values["max_num_seqs"] = plan.max_num_seqs
     if plan.device == "cpu" and plan.num_blocks != _Sizes(config, checkpoint).num_blocks():
         values["kv_cache_memory_bytes"] = plan.kv_cache_bytes // plan.tensor_parallel_size  # of each worker
-    flags = [_flag(name, value) for name, value in values.items()]
-    return " ".join(["vllm-lite serve", *([] if config.model == DEMO_MODEL else [config.model]), *flags])
-
-
-def _flag(name: str, value: Any) -> str:
-    flag = name.replace("_", "-")
-    if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
-    if isinstance(value, msgspec.Struct):
-        return f"--{flag} '{msgspec.json.encode(value).decode()}'"
-    return f"--{flag} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+    model = [] if config.model == DEMO_MODEL else [shlex.quote(config.model)]
+    return " ".join(["vllm-lite serve", *model, *(flag_of(name, value) for name, value in values.items())])
 
 
 def _gib(num_bytes: float) -> str:

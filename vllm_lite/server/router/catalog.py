@@ -144,12 +144,8 @@ def served_names(*names: str) -> str:
 
 def base_settings(front: ServeConfig) -> dict[str, Any]:
     """Settings of the command line that all models inherit."""
-    defaults = ServeConfig()
-    given = {
-        name: getattr(front, name)
-        for name in ServeConfig.__struct_fields__
-        if name not in _OF_ROUTER and getattr(front, name) != getattr(defaults, name)
-    }
+    fields = {*ServeConfig.__struct_fields__} - {*_OF_ROUTER}
+    given = {name: value for name, value in front.changed().items() if name in fields}
     plain: dict[str, Any] = msgspec.to_builtins(given)
     return plain
 

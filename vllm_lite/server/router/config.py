@@ -57,17 +57,15 @@ class RouterConfig(ServeConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     def of_one_model(self) -> ServeConfig:
         """The settings of a server for one model. Raises ConfigError if settings of the router were given."""
-        if given := next((name for name in OWN if getattr(self, name) != getattr(_DEFAULTS, name)), None):
+        if given := next((name for name in self.changed() if name in OWN), None):
             raise ConfigError(f"{given} is for --models, which says which models to serve")
         return ServeConfig(**{name: getattr(self, name) for name in ServeConfig.__struct_fields__})
 
     def over(self, of_file: dict[str, Any]) -> "RouterConfig":
         """Fill settings that were not given from those of a file of models. Raises ConfigError."""
-        checked = RouterConfig.check(of_file)
-        given = [name for name in of_file if getattr(self, name) == getattr(_DEFAULTS, name)]
-        return msgspec.structs.replace(self, **{name: getattr(checked, name) for name in given})
+        checked, given = RouterConfig.check(of_file), self.changed()
+        return msgspec.structs.replace(self, **{name: getattr(checked, name) for name in of_file if name not in given})
 
 
 OWN = tuple(name for name in RouterConfig.__struct_fields__ if name not in ServeConfig.__struct_fields__)
 """Names of the settings that only the router has."""
-_DEFAULTS = RouterConfig()
