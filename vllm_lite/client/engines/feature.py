@@ -14,6 +14,7 @@ from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList,
 from vllm_lite.protocol.api import FromClient, Recovered, Recovering, Welcome
 from vllm_lite.runtime import log
 
+logger = log.get(__name__)
 Handlers = Mapping[type, Callable[[Any], None]]
 """Message type -> handler."""
 
@@ -105,9 +106,6 @@ class KnownAdapters(SessionFeature):
 # ---- Answers: queries that have not been answered
 
 
-logger = log.get(__name__)
-
-
 class Answers(SessionFeature):
     """The engine answers queries of one kind in order; those about adapters, which take as long as a file is read, have
     numbers. Any thread may ask; the session's thread completes the futures."""
@@ -128,7 +126,7 @@ class Answers(SessionFeature):
             self._in_order[kind].append(future)
             return message
 
-    def handlers(self) -> Mapping[type, Callable[[Any], None]]:
+    def handlers(self) -> Handlers:
         return dict.fromkeys(ANSWERS, self._on_answer)
 
     def lost(self, error: EngineError) -> None:

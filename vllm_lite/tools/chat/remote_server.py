@@ -81,6 +81,11 @@ def client_settings(address: Address, api_key: str | None, silence_s: float = SI
     }
 
 
+def open_client(address: Address, api_key: str | None, silence_s: float = SILENCE_S) -> httpx.Client:
+    transport = None if address.uds is None else httpx.HTTPTransport(uds=address.uds, verify=no_tls())
+    return httpx.Client(transport=transport, **client_settings(address, api_key, silence_s))
+
+
 def key_from_environment() -> str | None:
     return os.environ.get("VLLM_LITE_API_KEY") or os.environ.get("OPENAI_API_KEY") or None
 
@@ -103,9 +108,7 @@ class RemoteServer:
         self.defaults: Mapping[str, Any] = {}
         """Default sampling params of requests; where it has none, the server's apply."""
         self._model = model
-        uds = self.address.uds
-        transport = None if uds is None else httpx.HTTPTransport(uds=uds, verify=no_tls())
-        self._http = httpx.Client(transport=transport, **client_settings(self.address, api_key))
+        self._http = open_client(self.address, api_key)
 
     def __enter__(self) -> Self:
         return self

@@ -3,13 +3,12 @@
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from typing import Any
 
 import httpx
 
 from vllm_lite.errors import RemoteError
-from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lines_of, lost, no_tls
+from vllm_lite.tools.chat.remote_server import Address, check, lines_of, lost, open_client
 
 PATH = "/v1/live"
 SILENCE_S = 30.0
@@ -139,12 +138,9 @@ def _has_engines(model: dict[str, Any]) -> bool:
 def follow(address: Address, api_key: str | None, model: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the kind and data of a server's events; with several models only those of `model`, if given. Raises
     RemoteError."""
-    transport = None if address.uds is None else httpx.HTTPTransport(uds=address.uds, verify=no_tls())
-    settings = client_settings(address, api_key, SILENCE_S)
     asked = {} if model is None else {"model": model}
     try:
-        http = httpx.Client(transport=transport, **settings)
-        with closing(http), http.stream("GET", PATH, params=asked) as response:
+        with open_client(address, api_key, SILENCE_S) as http, http.stream("GET", PATH, params=asked) as response:
             if response.status_code != httpx.codes.OK:
                 check(address, response.status_code, response.read())
             yield from events(lines_of(response))

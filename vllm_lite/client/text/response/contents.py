@@ -199,7 +199,7 @@ def _container(kind: type) -> Callable[[str], Any]:
         try:
             value = _finite_json(text)
         except ValueError:
-            value = _python_literal(text)
+            value = python_literal(text)
         if not isinstance(value, kind):
             raise ValueError(text)  # noqa: TRY004 - the text is wrong, not the program
         return value
@@ -215,8 +215,8 @@ def _finite_json(text: str) -> Any:
     return value
 
 
-def _python_literal(text: str) -> Any:
-    """Read a container in Python's notation, which some chat templates print. Raises ValueError."""
+def python_literal(text: str) -> Any:
+    """Read a value in Python's notation, which some chat templates print. Raises ValueError or RecursionError."""
     try:
         value = ast.literal_eval(text.strip())
         json.dumps(value, allow_nan=False)

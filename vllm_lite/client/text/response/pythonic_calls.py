@@ -1,12 +1,11 @@
 """Reads calls in Python: [get_weather(city="Paris", days=3), now()]. Each argument is sent when it is complete."""
 
-import ast
 import json
 import re
 from typing import Any
 
 from vllm_lite.client.text.response.calls import MAX_UNSENT_CHARS, CallSink, PropertiesOf, Rejected
-from vllm_lite.client.text.response.contents import coerced, schema_types
+from vllm_lite.client.text.response.contents import coerced, python_literal, schema_types
 from vllm_lite.client.text.response.json_value import MAX_DEPTH, Malformed
 
 _WORD = re.compile(r"[\w.\-]+")
@@ -196,8 +195,6 @@ def _literal(text: str, place: int) -> Any:
     if text in _WORDS:
         return _WORDS[text]
     try:
-        value = ast.literal_eval(text)
-        json.dumps(value, allow_nan=False)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
+        return python_literal(text)
+    except (ValueError, RecursionError) as error:
         raise Malformed(place) from error
-    return value
