@@ -49,6 +49,25 @@ def test_families(data: bytes, tokens: list[str], ends: list[str], expected: lis
     assert names(tokenizer, infill.ends) == ends
 
 
+def test_other_files_come_first_and_are_cut_to_the_room() -> None:
+    tokenizer = with_tokens(made.byte_level(), *QWEN, "<|file_sep|>")
+    infill = Infill.of(tokenizer)
+    assert infill is not None
+    before, end = tokenizer.encode("a", add_special_tokens=False), made_names(tokenizer, "\n")
+    files = infill.file(tokenizer.encode("b", add_special_tokens=False))
+    gap = [QWEN[0], "a", QWEN[1], "s", QWEN[2]]
+    assert names(tokenizer, infill.prompt(before, "s", files)) == ["<|file_sep|>", "b", *end, "<|file_sep|>", *gap]
+    assert names(tokenizer, infill.prompt(before, "s", files, most=8)) == ["b", *end, "<|file_sep|>", *gap]
+    assert names(tokenizer, infill.prompt(before, "s", files, most=6)) == gap
+    plain = Infill.of(with_tokens(made.byte_level(), *QWEN))
+    assert plain is not None
+    assert names(tokenizer, plain.prompt(before, "s", plain.file([*before])))[:3] == ["a", *end, QWEN[0]]
+
+
+def made_names(tokenizer: Tokenizer, text: str) -> list[str | None]:
+    return names(tokenizer, tokenizer.encode(text, add_special_tokens=False))
+
+
 @pytest.mark.parametrize("tokens", [[], QWEN[:2], ["[PREFIX]"]])
 def test_a_vocabulary_without_the_tokens(tokens: list[str]) -> None:
     assert Infill.of(with_tokens(made.byte_level(), *tokens)) is None

@@ -9,6 +9,5 @@ live_requests.py  routes about running requests (state, abort, fork), and /load,
 live/             /v1/live: the state of the engines, for watchers
 load_report.py    the engine's load in response headers, for load balancers
 metrics.py        /metrics, for Prometheus
-llama_cpp.py      /props and /slots, for web clients of llama.cpp
 config.py         the settings: an engine's and the server's own
 """

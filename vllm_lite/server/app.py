@@ -16,6 +16,7 @@ from vllm_lite.server.generation import Asked, Generation, Made
 from vllm_lite.server.http.application import Guards, Handlers, gets, guarded, posts
 from vllm_lite.server.http.dialects import Dialects
 from vllm_lite.server.live_requests import LiveRequests, as_json
+from vllm_lite.server.llama_cpp import errors as llama_cpp_errors
 from vllm_lite.server.load_report import load_report
 from vllm_lite.server.messages import errors as messages_errors
 from vllm_lite.server.metrics import PATH as METRICS_PATH
@@ -32,6 +33,7 @@ DIALECTS = Dialects(
     {
         **dict.fromkeys(messages_errors.PATHS, messages_errors.response),
         **dict.fromkeys(ollama_errors.PATHS, ollama_errors.response),
+        **dict.fromkeys(llama_cpp_errors.PATHS, llama_cpp_errors.response),
     }
 )
 API_DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from vllm_lite.server.decisions.bodies import DecisionBody
+from vllm_lite.server.llama_cpp.bodies import LlamaCppCompletionBody, LlamaCppInfillBody
 from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
 from vllm_lite.server.ollama.bodies import (
     OllamaChatBody,
@@ -100,6 +101,9 @@ ROUTES: Final = (
     TableRoute("get", "/api/tags", "list the served models, as Ollama's API"),
     TableRoute("get", "/api/ps", "list the loaded models, as Ollama's API"),
     TableRoute("get", "/api/version", "the version of this server, as Ollama's API"),
+    TableRoute("post", "/completion", "continue prompts, as llama.cpp's server", LlamaCppCompletionBody),
+    TableRoute("post", "/infill", "fill the gap between two texts, as llama.cpp's server", LlamaCppInfillBody),
+    TableRoute("post", "/apply-template", "the prompt of a chat as text, as llama.cpp's server", bodies.ChatBody),
     TableRoute("get", "/props", "describe the model, as llama.cpp's server"),
     TableRoute("get", "/slots", "the rows of the batch and whether they are in use, as llama.cpp's server"),
     TableRoute("post", "/v1/embeddings", "a vector for each text", EmbeddingBody, batch="input"),
@@ -175,6 +179,8 @@ EXAMPLES: Final[dict[type[msgspec.Struct] | None, dict[str, Any]]] = {
     OllamaChatBody: {"messages": [{"role": "user", "content": "Tell me a story."}], "options": {"num_predict": 64}},
     OllamaGenerateBody: {"prompt": "Tell me a story.", "options": {"num_predict": 64}},
     OllamaModelBody: {},
+    LlamaCppCompletionBody: {"prompt": "Once upon a time", "n_predict": 64},
+    LlamaCppInfillBody: {"input_prefix": "def add(a, b):\n    return ", "input_suffix": "\n", "n_predict": 16},
     ResponseBody: {"input": "Tell me a story.", "max_output_tokens": 64},
     EmbeddingBody: {"input": ["Roses are red.", "Violets are blue."]},
     CohereEmbedBody: {"texts": ["Roses are red.", "Violets are blue."], "embedding_types": ["float"]},

@@ -36,7 +36,8 @@ from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live.routes import LiveRoutes
 from vllm_lite.server.live.settings import settings_of
 from vllm_lite.server.live_requests import LiveRequests
-from vllm_lite.server.llama_cpp import LlamaCppRoutes
+from vllm_lite.server.llama_cpp.information import LlamaCppInformation
+from vllm_lite.server.llama_cpp.routes import LlamaCppPromptRoutes
 from vllm_lite.server.messages.routes import MessagesRoutes
 from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.ollama.information import OllamaModel
@@ -177,7 +178,8 @@ class Application:
         more += [*AdapterRoutes(generation).routes(), *DerenderRoutes(generation).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, resolved.model, prompts, shown)
-        more += LlamaCppRoutes(generation, resolved.max_num_seqs, shown).routes()
+        more += LlamaCppInformation(generation, resolved.max_num_seqs, shown).routes()
+        more += LlamaCppPromptRoutes(generation).routes()
         more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama, pooling).routes()]
         more += ResponsesRoutes(generation, self._runs, self._store).routes()
         more += vectors.routes()

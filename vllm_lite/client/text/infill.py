@@ -14,14 +14,16 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 class _Names:
     """Tokens of a family: `before` and `behind` precede the text before and after a gap, `middle` requests the gap.
 
-    `ends`: tokens that such a model writes at the end of the gap, if the vocabulary has them. `behind_first`: the text
-    after the gap comes first. `glued`: the tokenizer would put a space before that text.
+    `ends`: tokens that such a model writes at the end of the gap, if the vocabulary has them. `file`: names for the
+    token before each of several files. `behind_first`: the text after the gap comes first. `glued`: the tokenizer would
+    put a space before that text.
     """
 
     before: str
     behind: str
     middle: str | None
     ends: tuple[str, ...] = ()
+    file: tuple[str, ...] = ()
     behind_first: bool = False
     glued: bool = False
 
@@ -32,8 +34,11 @@ _FAMILIES = (
         "<|fim_suffix|>",
         "<|fim_middle|>",
         ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<|file_separator|>"),
+        ("<|file_sep|>", "<|file_separator|>"),
     ),
-    _Names("<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<|endoftext|>", "<file_sep>")),  # StarCoder
+    _Names(  # StarCoder
+        "<fim_prefix>", "<fim_suffix>", "<fim_middle>", ("<|endoftext|>", "<file_sep>"), ("<file_sep>",)
+    ),
     _Names("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 - DeepSeek
     _Names("▁<PRE>", "▁<SUF>", "▁<MID>", ("▁<EOT>",), glued=True),  # Code Llama
     _Names("[PREFIX]", "[SUFFIX]", None, behind_first=True),  # Codestral
@@ -52,6 +57,7 @@ class Infill:
         self._before, self._behind, self._middle = (self._ids(() if name is None else (name,)) for name in tokens)
         self.ends = self._ids(names.ends)
         """Token ids that end the generated text."""
+        self._file = self._ids(names.file)[:1]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self | None:
@@ -65,10 +71,25 @@ class Infill:
     def _ids(self, names: Sequence[str]) -> list[int]:
         return [found for name in names if (found := self._tokenizer.token_id(name)) is not None]
 
-    def prompt(self, before: Sequence[int], behind: str) -> list[int]:
-        """Return the token ids that request the text between `before`, without special tokens, and `behind`."""
+    def file(self, text: Sequence[int]) -> list[int]:
+        """Return the token ids of another file for prompt()."""
+        return [*self._file, *text, *self._line_end()]
+
+    def prompt(
+        self, before: Sequence[int], behind: str, files: Sequence[int] = (), most: int | None = None
+    ) -> list[int]:
+        """Return the token ids that request the text between `before`, without special tokens, and `behind`. The tokens
+        of other `files` come first, without their beginning if there would be more than `most` tokens."""
         head, tail = [*self._before, *before], [*self._behind, *self._encoded(behind)]
-        return [*self._special(), *(tail + head if self._names.behind_first else head + tail), *self._middle]
+        gap = [*(tail + head if self._names.behind_first else head + tail), *self._middle]
+        special = self._special()
+        if most is not None:
+            room = max(0, most - len(special) - len(self._file) - len(gap))
+            files = files[max(0, len(files) - room) :]
+        return [*special, *files, *(self._file if files else ()), *gap]
+
+    def _line_end(self) -> list[int]:
+        return self._tokenizer.encode(_MARK, add_special_tokens=False)
 
     def _special(self) -> list[int]:
         """Tokens that the tokenizer puts before any text."""
@@ -77,5 +98,5 @@ class Infill:
     def _encoded(self, text: str) -> list[int]:
         if not self._names.glued:
             return self._tokenizer.encode(text, add_special_tokens=False)
-        mark = self._tokenizer.encode(_MARK, add_special_tokens=False)
+        mark = self._line_end()
         return self._tokenizer.encode(_MARK + text, add_special_tokens=False)[len(mark) :]

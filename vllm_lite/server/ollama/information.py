@@ -101,7 +101,7 @@ class OllamaModel:
             ("embedding", "embed" in served.formats.get("tasks", [])),
             ("tools", prompts.shows_tools and served.formats.get("tool_call_format") is not None),
             ("thinking", served.formats.get("reasoning_format") is not None),
-            ("insert", prompts.can_fill_in),
+            ("insert", prompts.filler is not None),
             ("vision", prompts.takes_images),
         ]
         size_bytes = sum(each.st_size for each in stats)

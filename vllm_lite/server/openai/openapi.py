@@ -9,6 +9,7 @@ from vllm_lite import __version__
 from vllm_lite.protocol.operations import PauseMode, WakeTag
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.http.auth import OPEN_PATHS
+from vllm_lite.server.llama_cpp import errors as llama_cpp_errors
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.route_table import EXAMPLES, ROUTES, TableRoute
 
@@ -20,7 +21,11 @@ _QUERIES: dict[str, dict[str, dict[str, Any]]] = {
     "/wake_up": {"tags": {"type": "array", "items": {"type": "string", "enum": list(get_args(WakeTag))}}},
 }
 """Query parameters of these paths."""
-_ERROR_FORMS = (("/v1/messages", "AnthropicError"), ("/api/", "OllamaError"))
+_ERROR_FORMS = (
+    ("/v1/messages", "AnthropicError"),
+    ("/api/", "OllamaError"),
+    *((path, "LlamaCppError") for path in llama_cpp_errors.PATHS),
+)
 _WIDER = {"max_tokens", "seed", "stop"}
 """Fields for which a body accepts more values than SamplingParams."""
 _ERRORS = {
@@ -53,6 +58,8 @@ def document(root: str = "") -> dict[str, Any]:
     inner = {"type": "object", "properties": texts, "required": ["type", "message"]}
     schemas["AnthropicError"] = {**schemas["Error"], "properties": {"type": {"const": "error"}, "error": inner}}
     schemas["OllamaError"] = {**schemas["Error"], "properties": {"error": {"type": "string"}}}
+    inner = {"type": "object", "properties": {**texts, "code": {"type": "integer"}}}
+    schemas["LlamaCppError"] = {**schemas["Error"], "properties": {"error": inner}}
     paths: dict[str, Any] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route)

@@ -145,11 +145,11 @@ class PromptRenderer:
         return self._renderer is not None
 
     @property
-    def can_fill_in(self) -> bool:
-        """Whether the vocabulary has fill-in-the-middle tokens, which a suffix needs."""
+    def filler(self) -> Infill | None:
+        """Makes prompts for gaps; None if the vocabulary has no tokens for them."""
         if self._infill is None and self.tokenizer is not None:
             self._infill = Infill.of(self.tokenizer)
-        return self._infill is not None
+        return self._infill
 
     async def of_completion(self, body: CompletionBody, params: SamplingParams, request: Request) -> list[PromptLike]:
         """Return the prompts: lists of token ids, and texts that are still to be tokenized with special tokens."""
@@ -178,11 +178,56 @@ class PromptRenderer:
             raise ApiError(400, "echo shows a prompt that the answer continues; a suffix comes after it", "echo")
         if body.marks is not None:
             raise ApiError(400, "marks count the tokens of a prompt as it is; a suffix makes another of it", "marks")
-        if not self.can_fill_in:
+        if self.filler is None:
             raise ApiError(
                 400, "suffix needs a model that fills in; the vocabulary of this one has no token for it", "suffix"
             )
-        return self._infill
+        return self.filler
+
+    async def of_parts(self, prompts: Sequence[Sequence[str | int]], request: Request) -> list[list[int]]:
+        """Return the token ids of prompts of texts and token ids. Only a text at the beginning gets special tokens."""
+
+        def encoded(check: Check) -> list[list[int]]:
+            found = []
+            for prompt in prompts:
+                ids = list[int]()
+                for place, part in enumerate(prompt):
+                    ids += self._encoded(part, place == 0, None, check) if isinstance(part, str) else [part]
+                found.append(ids)
+            return found
+
+        texts = [part for prompt in prompts for part in prompt if isinstance(part, str)]
+        return await self._checked(encoded, texts, request)
+
+    async def of_gap(
+        self,
+        filler: Infill,
+        before: Sequence[str],
+        behind: str,
+        files: Sequence[tuple[str | None, str]],
+        most: int,
+        request: Request,
+    ) -> list[int]:
+        """Return the token ids that request the text between `before` and `behind`. `files`, names and texts, come
+        first; if there are more than `most` tokens, their beginning is left out."""
+
+        def encoded(check: Check) -> list[int]:
+            ids = [token for text in before for token in self._encoded(text, False, None, check)]
+            check_text(behind, self.tokenizer, self._max_model_len, None, check)
+            shown = list[int]()
+            for name, text in files:
+                shown += filler.file(self._encoded(text if name is None else f"{name}\n{text}", False, None, check))
+            return filler.prompt(ids, behind, shown, most)
+
+        texts = [*before, behind, *(text for _, text in files)]
+        return await self._checked(encoded, texts, request)
+
+    async def _checked(self, work: Callable[[Check], T], texts: Sequence[str], request: Request) -> T:
+        """As tokenized(). Raises ApiError for RequestError."""
+        try:
+            return await self.tokenized(work, texts, request)
+        except RequestError as error:
+            raise refused(error, "prompt") from error
 
     async def of_chat(
         self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request, *, sees: bool = False

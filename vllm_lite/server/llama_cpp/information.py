@@ -1,4 +1,4 @@
-"""/props and /slots, which web clients of llama.cpp's server read before they use /v1/chat/completions."""
+"""/props and /slots, which clients of llama.cpp's server read before they ask for tokens."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,7 +10,7 @@ from vllm_lite.server.http.application import gets
 from vllm_lite.server.live_requests import as_json
 
 
-class LlamaCppRoutes:
+class LlamaCppInformation:
     def __init__(self, generation: Generation, num_slots: int, template: str | None) -> None:
         """`template`: the chat template to show, if any."""
         self._model = generation.model
