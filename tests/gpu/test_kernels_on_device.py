@@ -1,21 +1,11 @@
 """The cases that the emulator runs on the CPU, on the device. `scripts/gpu_check` runs them without pytest."""
 
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-KERNELS = Path(__file__).parents[1] / "kernels"
-
-
-def all_cases() -> list[Any]:
-    return [
-        pytest.param(case, id=f"{path.stem}: {name}")
-        for path in sorted(KERNELS.glob("*_cases.py"))
-        for name, case in import_module(f"tests.kernels.{path.stem}").CASES
-    ]
+from tests.kernels.cases import all_cases
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +15,10 @@ def launcher() -> Any:
     return CupyLauncher()
 
 
-@pytest.mark.parametrize("case", all_cases())
-def test_case(case: Any, launcher: Any, device: torch.device) -> None:
-    case(launcher, device)
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [pytest.param(file, name, id=f"{file}: {name}") for file, cases in all_cases().items() for name in cases],
+)
+def test_case(file: str, name: str, launcher: Any, device: torch.device) -> None:
+    all_cases()[file][name](launcher, device)
     torch.cuda.synchronize(device)

@@ -6,7 +6,8 @@ Caches start with random bytes, and all of their bytes are compared afterwards, 
 import torch
 
 from tests.kernels import kv_layouts
-from tests.kernels.fused_cases import Case, draw, draw_rotation
+from tests.kernels.cases import Case
+from tests.kernels.fused_cases import draw, draw_rotation
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.cache_ops import CacheSlots
 from vllm_lite.kernels.cuda.fused import CudaOps

@@ -4,7 +4,6 @@ decode_attention alone, and the right result.
 `CASES` holds (name, case); a case raises AssertionError. The emulator runs them in the tests, a GPU in a script.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from unittest.mock import patch
 
@@ -13,6 +12,7 @@ import torch
 
 from tests.kernels import decode_attention_cases as plain
 from tests.kernels.attention_batch import NO_BLOCK, Batch, make_batch
+from tests.kernels.cases import Case
 from tests.kernels.decode_attention_cases import BF16, E4M3, E5M2, FP16, Setup
 from vllm_lite.kernels.cuda.attention import attention_work as work
 from vllm_lite.kernels.cuda.attention import decode_attention as decode
@@ -114,7 +114,7 @@ SHARED: dict[str, Sharing] = {
 }
 
 
-def same_bits(setup: Sharing) -> Callable[[Launcher, torch.device], None]:
+def same_bits(setup: Sharing) -> Case:
     def case(launcher: Launcher, device: torch.device) -> None:
         batch = shared_batch(setup, device)
         together = run(batch, launcher)
@@ -151,7 +151,7 @@ def nothing_is_shared(launcher: Launcher, device: torch.device) -> None:
     assert torch.equal(out, plain.run(batch, launcher))  # type: ignore[arg-type]
 
 
-CASES: list[tuple[str, Callable[[Launcher, torch.device], None]]] = [
+CASES: list[tuple[str, Case]] = [
     *((name, same_bits(setup)) for name, setup in SHARED.items()),
     ("several splits to a block", several_splits_to_a_block),
     ("nothing is shared", nothing_is_shared),

@@ -3,7 +3,6 @@
 `CASES` holds (name, case); a case raises AssertionError. The emulator runs them in the tests, a GPU in a script.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from tests.kernels.attention_batch import NO_BLOCK, UNTOUCHED, AttentionSetup, Batch, make_batch, move_far, reference
+from tests.kernels.cases import Case
 from vllm_lite.kernels.cuda.attention import attention_simple as simple
 from vllm_lite.kernels.cuda.attention import attention_work as work
 from vllm_lite.kernels.cuda.attention import decode_attention as decode
@@ -154,7 +154,7 @@ SIMPLE_SETUPS: dict[str, Setup] = {
 }
 
 
-def kernel_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
+def kernel_matches(setup: Setup) -> Case:
     def case(launcher: Launcher, device: torch.device) -> None:
         batch = make_batch(setup, device)
         check_rows(batch, run(batch, launcher))
@@ -162,7 +162,7 @@ def kernel_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
     return case
 
 
-def simple_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
+def simple_matches(setup: Setup) -> Case:
     def case(launcher: Launcher, device: torch.device) -> None:
         batch = make_batch(setup, device)
         check_rows(batch, run_simple(batch, launcher), decodes_only=False)
@@ -247,7 +247,7 @@ def one_token_more_would_show(launcher: Launcher, device: torch.device) -> None:
     assert ((other - want).norm(dim=-1) > TOLERANCES[BF16] * want.norm(dim=-1)).all()
 
 
-CASES: list[tuple[str, Callable[[Launcher, torch.device], None]]] = [
+CASES: list[tuple[str, Case]] = [
     *((name, kernel_matches(setup)) for name, setup in SETUPS.items()),
     *((f"simple, {name}", simple_matches(setup)) for name, setup in SIMPLE_SETUPS.items()),
     ("same bits in any batch", same_bits_in_any_batch),

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -159,6 +159,12 @@ class EmulatorLauncher:
         if missing:
             library = ctypes.CDLL(str(_build(source, missing, self._sources)))
             _loaded.update({(self._sources, source, name): (library, i) for i, name in enumerate(missing)})
+
+
+def check_orders(run: Callable[[EmulatorLauncher], torch.Tensor]) -> None:
+    """Check that `run` gives the same bits in several orders of threads: a barrier that is missing shows in some."""
+    first, *others = (run(EmulatorLauncher(order_seed)) for order_seed in range(4))
+    assert all(torch.equal(first, other) for other in others)
 
 
 _loaded: dict[tuple[Path | None, str, str], tuple[ctypes.CDLL, int]] = {}

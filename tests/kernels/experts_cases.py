@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import gelu, relu, silu
 
-from tests.kernels.fused_cases import Case, assert_rounded, draw, with_gaps
+from tests.kernels.cases import Case
+from tests.kernels.fused_cases import assert_rounded, draw, with_gaps
 from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, StackedExperts, Stacks, TileProducts

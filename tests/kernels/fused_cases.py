@@ -1,36 +1,16 @@
 """Cases of the fused operations, as named functions of a launcher and a device, without pytest."""
 
-from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 
+from tests.kernels.cases import Case
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.ops import Rotation
 
-Case = Callable[[Launcher, torch.device], None]
 DTYPES = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 EPS = 1e-5
-
-
-def needed_by(cases: Iterable[tuple[str, Case]]) -> dict[str, list[str]]:
-    """Source -> instantiations that the cases need, for a launcher that can build many at once."""
-    recorded: dict[str, list[str]] = {}
-
-    class Recorder:
-        multiprocessor_bytes = 0
-
-        def kernel(self, source: str, name: str) -> Callable[..., None]:
-            recorded.setdefault(source, []).append(name)
-            return lambda *_args: None
-
-    for _, run_case in cases:
-        try:
-            run_case(Recorder(), torch.device("cpu"))
-        except (AssertionError, IndexError, ValueError):  # nothing has been computed
-            pass
-    return recorded
 
 
 def draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> torch.Tensor:

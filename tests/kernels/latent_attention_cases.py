@@ -3,7 +3,6 @@
 `CASES` holds (name, case); a case raises AssertionError. The emulator runs them in the tests, a GPU in a script.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from tests.kernels.attention_batch import NO_BLOCK, UNTOUCHED
+from tests.kernels.cases import Case
 from vllm_lite.kernels.cuda.attention import attention_work as work
 from vllm_lite.kernels.cuda.attention import decode_attention as decode
 from vllm_lite.kernels.cuda.attention import latent_attention as latent
@@ -153,7 +153,6 @@ SETUPS: dict[str, Setup] = {
     "prompts": Setup((9, 40, 33, 0), (9, 5, 33, 2), padding=3, split_tokens=latent.WHOLE),
     "drafts, splits": Setup((130, 64), (4, 3), split_tokens=32, num_heads=18),
 }
-Case = Callable[[Launcher, torch.device], None]
 
 
 def kernel_matches(setup: Setup) -> Case:

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from tests.kernels.fused_cases import Case, assert_rounded, draw, with_gaps
+from tests.kernels.cases import Case
+from tests.kernels.fused_cases import assert_rounded, draw, with_gaps
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.weights import lora
 from vllm_lite.layers.weights.adapter_rows import Grouped

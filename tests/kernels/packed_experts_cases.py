@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from tests.kernels.cases import Case
 from tests.kernels.experts_cases import Sizes, compare, expected, pick
-from tests.kernels.fused_cases import Case, draw, with_gaps
+from tests.kernels.fused_cases import draw, with_gaps
 from tests.kernels.packed_linear_cases import BF16, CHANNEL, F16, F32, weight
 from tests.kernels.packed_linear_cases import Sizes as Matrix
 from vllm_lite.checkpoint.layer_specs.activation import Activation

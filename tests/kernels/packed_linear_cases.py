@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from tests.kernels.fused_cases import Case, draw, with_gaps
+from tests.kernels.cases import Case
+from tests.kernels.fused_cases import draw, with_gaps
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.weights import many_rows, packed_linear
 from vllm_lite.kernels.cuda.weights.many_rows import Float8Products, WidenedProducts, quantized_rows

@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from tests.kernels import packed_linear_cases
-from tests.kernels.fused_cases import Case, draw, with_gaps
+from tests.kernels.cases import Case
+from tests.kernels.fused_cases import draw, with_gaps
 from tests.kernels.packed_linear_cases import BF16, CHANNEL, F16, F32, Sizes, check, weight
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.weights import packed_linear

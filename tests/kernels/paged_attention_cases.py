@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from tests.kernels import kv_layouts
+from tests.kernels.cases import Case
 from vllm_lite.checkpoint.layer_specs.block_sparse import BlockSparse
 from vllm_lite.kernels.cuda.attention import paged_attention as pa
 from vllm_lite.kernels.cuda.attention.attention_inputs import Scoring
 from vllm_lite.kernels.cuda.launcher import Launcher
 
-Case = Callable[[Launcher, torch.device], None]
 Version = Callable[[Launcher, torch.Tensor, torch.Tensor, pa.SplitCache, Scoring], None]
 BOTH: tuple[Version, ...] = (pa.paged_attention_v1, pa.paged_attention_v2)
 RAGGED = (0, 1, 15, 16, 17, 513)
@@ -271,22 +271,3 @@ CASES: list[tuple[str, Case]] = [
     ("far_blocks", far_blocks),
     ("chosen", chosen),
 ]
-
-
-def names() -> list[str]:
-    """The instantiations that the cases need, for a launcher that can build many at once."""
-    recorded: list[str] = []
-
-    class Recorder:
-        multiprocessor_bytes = 0
-
-        def kernel(self, source: str, name: str) -> Callable[..., None]:  # noqa: ARG002
-            recorded.append(name)
-            return lambda *_: None
-
-    for _, run_case in CASES:
-        try:
-            run_case(Recorder(), torch.device("cpu"))
-        except AssertionError:
-            pass
-    return list(dict.fromkeys(recorded))

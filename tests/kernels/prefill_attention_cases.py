@@ -3,13 +3,13 @@
 `CASES` holds (name, case); a case raises AssertionError. The emulator runs them in the tests, a GPU in a script.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from tests.kernels.attention_batch import UNTOUCHED, AttentionSetup, Batch, make_batch, move_far, reference
+from tests.kernels.cases import Case
 from vllm_lite.kernels.cuda.attention.attention_work import prefill_tiles
 from vllm_lite.kernels.cuda.attention.gather_kv import gather_kv
 from vllm_lite.kernels.cuda.attention.prefill_attention import kernel_name, prefill_attention
@@ -103,7 +103,7 @@ SETUPS: dict[str, Setup] = {
 }
 
 
-def kernel_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
+def kernel_matches(setup: Setup) -> Case:
     def case(launcher: Launcher, device: torch.device) -> None:
         batch = make_batch(setup, device)
         check_rows(batch, run(batch, launcher))
@@ -111,7 +111,7 @@ def kernel_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
     return case
 
 
-def gathered_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
+def gathered_matches(setup: Setup) -> Case:
     """The path through torch; where torch has FlashAttention this shows how it aligns its causal mask."""
 
     def case(launcher: Launcher, device: torch.device) -> None:
@@ -206,7 +206,7 @@ GATHERED: dict[str, Setup] = {
     "empty chunks": Setup(((0, 0), (5, 3), (0, 20), (4, 0), (0, 0))),
 }
 
-CASES: list[tuple[str, Callable[[Launcher, torch.device], None]]] = [
+CASES: list[tuple[str, Case]] = [
     *((name, kernel_matches(setup)) for name, setup in SETUPS.items()),
     *((f"gathered, {name}", gathered_matches(setup)) for name, setup in GATHERED.items()),
     ("rows of nothing are zero", rows_of_nothing_are_zero),

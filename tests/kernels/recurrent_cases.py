@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.kernels.fused_cases import Case
+from tests.kernels.cases import Case
 from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec

@@ -3,7 +3,7 @@ device, without pytest. The reference computes token by token, in plain torch.""
 
 import torch
 
-from tests.kernels.fused_cases import Case
+from tests.kernels.cases import Case
 from tests.kernels.recurrent_cases import Layer, delta_layer, launched, mamba_layer, segments
 from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec

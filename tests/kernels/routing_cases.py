@@ -2,7 +2,8 @@
 
 import torch
 
-from tests.kernels.fused_cases import Case, draw
+from tests.kernels.cases import Case
+from tests.kernels.fused_cases import draw
 from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.launcher import Launcher

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.kernels.fused_cases import Case
+from tests.kernels.cases import Case
 from vllm_lite.kernels.cuda import sampler
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.sampling import DRAW, Picked

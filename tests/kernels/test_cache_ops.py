@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from tests.kernels import cache_ops_cases as cases
-from tests.kernels import fused_cases
 from tests.kernels.emulator import EmulatorLauncher
 from vllm_lite.kernels.cuda import cache_ops
 from vllm_lite.kernels.cuda.cache_ops import CacheSlots
@@ -12,20 +10,6 @@ from vllm_lite.kernels.ops import Rotation
 
 CPU = torch.device("cpu")
 SLOTS = torch.arange(3)
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: fused_cases.Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
-
-
-@pytest.mark.parametrize(
-    "name", ["store_bfloat16_bfloat16", "rope_float16_float8_e4m3fn", "split_float32_float32", "copy"]
-)
-@pytest.mark.parametrize("order_seed", [1, 2, 3])
-def test_the_order_of_threads_does_not_show(name: str, order_seed: int, emulated: EmulatorLauncher) -> None:
-    """All cases compare bit for bit."""
-    dict(cases.CASES)[name](EmulatorLauncher(order_seed), CPU)
 
 
 def refused(words: str, kv: torch.Tensor, key: torch.Tensor | None = None, slots: torch.Tensor = SLOTS) -> None:

@@ -1,6 +1,5 @@
-"""Decode attention in the emulator: every case, every order of threads, what is refused."""
+"""Decode attention in the emulator, in any order of threads, and the errors of its Python side."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,19 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels import decode_attention_cases as cases
 from tests.kernels.attention_batch import make_batch
-from tests.kernels.decode_attention_cases import (
-    BF16,
-    CASES,
-    E4M3,
-    FP16,
-    SETUPS,
-    SIMPLE_SETUPS,
-    Setup,
-    run,
-    run_simple,
-)
-from tests.kernels.emulator import EmulatorLauncher
+from tests.kernels.decode_attention_cases import BF16, E4M3, FP16, Setup
+from tests.kernels.emulator import EmulatorLauncher, check_orders
 from vllm_lite.kernels.cuda.attention import decode_attention as decode_module
 from vllm_lite.kernels.cuda.attention.attention_inputs import tensor_core_reason
 from vllm_lite.kernels.cuda.attention.attention_work import RowWork, SplitList
@@ -28,28 +18,15 @@ from vllm_lite.kernels.cuda.attention.decode_attention import SOURCE, Workspace,
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 CPU = torch.device("cpu")
-Case = Callable[[Launcher, torch.device], None]
 
 
-@pytest.fixture(scope="module")
-def built(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    """All instantiations with one run of the compiler."""
-    launcher.preload(SOURCE, [setup.kernel for setup in SETUPS.values()])
-    return launcher
-
-
-@pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name.replace(" ", "-") for name, _ in CASES])
-def test_case(case: Case, built: EmulatorLauncher) -> None:
-    case(built, CPU)
-
-
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     "name", ["splits of 48", "2 rows each, splits", "head size 256", "window 17", "float8, window", "group 33"]
 )
-def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher) -> None:
-    batch = make_batch(SETUPS[name], CPU)
-    first, *others = (run(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
-    assert all(torch.equal(first, other) for other in others)
+def test_the_order_of_threads_changes_no_bit(name: str) -> None:
+    batch = make_batch(cases.SETUPS[name], CPU)
+    check_orders(lambda launcher: cases.run(batch, launcher))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +46,7 @@ def test_lines_that_are_fetched_ahead(
     batch = make_batch(setup, CPU)
     kernel = launcher.kernel(SOURCE, setup.kernel)
     kernel.prefetched()
-    run(batch, launcher)
+    cases.run(batch, launcher)
     kv, warps, want = batch.kv, 4, []
     for table, seen in zip(batch.block_tables.tolist(), setup.lens, strict=True):
         for which, first in ((0, 2 * warps * 16), (1, warps * 16)):
@@ -80,10 +57,10 @@ def test_lines_that_are_fetched_ahead(
     assert sorted(kernel.prefetched()) == sorted(want)
 
 
-def test_the_simple_kernel_in_any_order_of_threads(launcher: EmulatorLauncher) -> None:
-    batch = make_batch(SIMPLE_SETUPS["mixed"], CPU)
-    first, *others = (run_simple(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
-    assert all(torch.equal(first, other) for other in others)
+@pytest.mark.usefixtures("emulated")
+def test_the_simple_kernel_in_any_order_of_threads() -> None:
+    batch = make_batch(cases.SIMPLE_SETUPS["mixed"], CPU)
+    check_orders(lambda launcher: cases.run_simple(batch, launcher))
 
 
 # ---- what is refused

@@ -1,14 +1,12 @@
 """A layer's experts on CUDA through the emulator, and the errors of their Python side."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from tests.kernels import experts_cases as cases
-from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case, draw
+from tests.kernels.cases import Recorder
+from tests.kernels.emulator import EmulatorLauncher, check_orders
+from tests.kernels.fused_cases import draw
 from vllm_lite.kernels.cuda.moe.experts import StackedExperts, Stacks
 from vllm_lite.kernels.cuda.moe.torch_products import for_weights
 from vllm_lite.kernels.routing import Chosen
@@ -16,45 +14,29 @@ from vllm_lite.kernels.routing import Chosen
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
-
-
-@pytest.mark.parametrize("order_seed", [1, 2, 3])
-def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorLauncher) -> None:
-    """A barrier that lacks shows in some order."""
+@pytest.mark.usefixtures("emulated")
+def test_the_order_of_threads_does_not_show() -> None:
     sizes = cases.Sizes(first=1, held=3)
     stacks, chosen = cases.weights(sizes, torch.bfloat16, CPU), cases.pick(40, sizes, CPU)
     x = draw((40, sizes.hidden), torch.bfloat16, CPU)
-    outs = [torch.empty_like(x) for _ in range(2)]
-    for out, launcher in zip(outs, (emulated, EmulatorLauncher(order_seed)), strict=True):
-        StackedExperts(launcher, stacks, 1, "silu").forward(x, chosen, out)
-    assert torch.equal(*outs)
+
+    def computed(launcher: EmulatorLauncher) -> torch.Tensor:
+        StackedExperts(launcher, stacks, 1, "silu").forward(x, chosen, out := torch.empty_like(x))
+        return out
+
+    check_orders(computed)
 
 
 def test_no_launch_depends_on_the_chosen_experts(emulated: EmulatorLauncher) -> None:
     """A CUDA graph requires that, because it repeats the launches of the capture."""
     sizes = cases.Sizes()
     stacks, x = cases.weights(sizes, torch.bfloat16, CPU), draw((9, sizes.hidden), torch.bfloat16, CPU)
-    launches: list[list[Any]] = []
-
-    class Recorder:
-        multiprocessor_bytes = 0
-
-        def kernel(self, source: str, name: str) -> Callable[..., None]:
-            def launch(grid: Any, block: Any, args: Any, shared_bytes: int) -> None:
-                scalars = [arg for arg in args if not isinstance(arg, torch.Tensor)]
-                launches[-1].append((name, grid, block, scalars, shared_bytes))
-                emulated.kernel(source, name)(grid, block, args, shared_bytes)
-
-            return launch
-
-    for one in (cases.pick(9, sizes, CPU), Chosen(torch.full((9, 3), 4, dtype=torch.int32), torch.ones(9, 3))):
-        launches.append([])
-        StackedExperts(Recorder(), stacks, 0, "silu").forward(x, one, torch.empty_like(x))
-    assert len(launches[0]) == 4
-    assert launches[0] == launches[1]
+    recorders = Recorder(emulated), Recorder(emulated)
+    all_to_one = Chosen(torch.full((9, 3), 4, dtype=torch.int32), torch.ones(9, 3))
+    for recorder, chosen in zip(recorders, (cases.pick(9, sizes, CPU), all_to_one), strict=True):
+        StackedExperts(recorder, stacks, 0, "silu").forward(x, chosen, torch.empty_like(x))
+    assert len(recorders[0].launches) == 4
+    assert recorders[0].launches == recorders[1].launches
 
 
 def test_other_tensors_are_refused(emulated: EmulatorLauncher) -> None:

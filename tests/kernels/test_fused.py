@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels import fused_cases as cases
-from tests.kernels.emulator import EmulatorLauncher
+from tests.kernels.emulator import EmulatorLauncher, check_orders
 from vllm_lite.kernels import select
 from vllm_lite.kernels.cuda import cupy_launcher
 from vllm_lite.kernels.cuda.fused import CudaOps, vector_width
@@ -16,25 +16,16 @@ from vllm_lite.kernels.select import ops_for
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: cases.Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
-
-
-@pytest.mark.parametrize("name", ["add_rms_norm_bfloat16", "rotate_half_80", "silu_float"])
-@pytest.mark.parametrize("order_seed", [1, 2, 3])
-def test_the_order_of_threads_does_not_show(name: str, order_seed: int, emulated: EmulatorLauncher) -> None:
-    """Each of these cases compares some results bit for bit."""
-    dict(cases.CASES)[name](EmulatorLauncher(order_seed), CPU)
-
-
-def test_sums_have_one_order(emulated: EmulatorLauncher) -> None:
+@pytest.mark.usefixtures("emulated")
+def test_sums_have_one_order() -> None:
     x, weight = cases.draw((4, 1000), torch.float32, CPU), torch.ones(1000)
-    outs = []
-    for order_seed in range(4):
-        outs.append(torch.empty_like(x))
-        CudaOps(EmulatorLauncher(order_seed)).rms_norm(x, weight, 1e-6, outs[-1])
-    assert all(torch.equal(out, outs[0]) for out in outs)
+
+    def normed(launcher: EmulatorLauncher) -> torch.Tensor:
+        out = torch.empty_like(x)
+        CudaOps(launcher).rms_norm(x, weight, 1e-6, out)
+        return out
+
+    check_orders(normed)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES.values())

@@ -1,4 +1,4 @@
-"""Attention over cached latents in the emulator: every case, every order of threads, what is refused."""
+"""Attention over cached latents in the emulator, in any order of threads, and the errors of its Python side."""
 
 from typing import Any
 
@@ -6,60 +6,38 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.latent_attention_cases import BF16, CASES, FP16, SETUPS, Case, Setup, make_batch, run
+from tests.kernels import latent_attention_cases as cases
+from tests.kernels.emulator import EmulatorLauncher, check_orders
+from tests.kernels.latent_attention_cases import BF16, FP16, Setup
 from vllm_lite.kernels.cuda.attention import latent_attention as latent
 from vllm_lite.kernels.cuda.attention.attention_work import RowWork, SplitList
 from vllm_lite.kernels.cuda.attention.decode_attention import Workspace
-from vllm_lite.kernels.cuda.attention.latent_attention import (
-    SOURCE,
-    kernel_name,
-    latent_attention,
-    latent_reason,
-    row_tiles,
-    shared_bytes,
-)
+from vllm_lite.kernels.cuda.attention.latent_attention import latent_attention, latent_reason, row_tiles, shared_bytes
 
 CPU = torch.device("cpu")
 
 
-ALL = [*SETUPS.values(), Setup((1,), num_heads=18)]
-
-
-@pytest.fixture(scope="module")
-def built(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    """All instantiations with one run of the compiler."""
-    sizes = {(setup.dtype, setup.head_size, setup.value_size, row_tiles(setup.num_heads, 1 << 20)) for setup in ALL}
-    launcher.preload(SOURCE, [kernel_name(*size) for size in sizes])
-    return launcher
-
-
-@pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name.replace(" ", "-") for name, _ in CASES])
-def test_case(case: Case, built: EmulatorLauncher) -> None:
-    case(built, CPU)
-
-
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", ["splits of 48", "17 heads, splits", "prompts", "48 elements, 40 of V"])
-def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher) -> None:
-    batch = make_batch(SETUPS[name], CPU)
-    first, *others = (run(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
-    assert all(torch.equal(first, other) for other in others)
+def test_the_order_of_threads_changes_no_bit(name: str) -> None:
+    batch = cases.make_batch(cases.SETUPS[name], CPU)
+    check_orders(lambda launcher: cases.run(batch, launcher))
 
 
 @pytest.mark.parametrize("name", ["splits of 48", "17 heads, splits", "ragged"])
 def test_blocks_with_several_entries_in_any_order_of_threads(
-    name: str, built: EmulatorLauncher, monkeypatch: pytest.MonkeyPatch
+    name: str, emulated: EmulatorLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch = make_batch(SETUPS[name], CPU)
-    one_each = run(batch, built)
+    batch = cases.make_batch(cases.SETUPS[name], CPU)
+    one_each = cases.run(batch, emulated)
     monkeypatch.setattr(latent, "TARGET_BLOCKS", 1)
-    assert all(torch.equal(one_each, run(batch, EmulatorLauncher(order_seed))) for order_seed in range(4))
+    assert all(torch.equal(one_each, cases.run(batch, EmulatorLauncher(order_seed))) for order_seed in range(4))
 
 
-def test_a_small_multiprocessor_has_room_for_a_block(built: EmulatorLauncher) -> None:
-    batch = make_batch(SETUPS["17 heads, splits"], CPU)
-    small = run(batch, EmulatorLauncher(multiprocessor_bytes=100 * 1024))
-    assert torch.allclose(small.float(), run(batch, built).float(), atol=1e-2)
+def test_a_small_multiprocessor_has_room_for_a_block(emulated: EmulatorLauncher) -> None:
+    batch = cases.make_batch(cases.SETUPS["17 heads, splits"], CPU)
+    small = cases.run(batch, EmulatorLauncher(multiprocessor_bytes=100 * 1024))
+    assert torch.allclose(small.float(), cases.run(batch, emulated).float(), atol=1e-2)
     assert row_tiles(128, 100 * 1024) == row_tiles(16, 228 * 1024) == 1
     assert shared_bytes(576, 1) + 1024 <= 100 * 1024
     assert 2 * (shared_bytes(576, 2) + 1024) <= 228 * 1024, "two blocks"
@@ -69,7 +47,7 @@ def test_a_small_multiprocessor_has_room_for_a_block(built: EmulatorLauncher) ->
 
 
 def refuse(launcher: EmulatorLauncher, message: str, **changes: Any) -> None:
-    batch = make_batch(Setup((8, 2)), CPU)
+    batch = cases.make_batch(Setup((8, 2)), CPU)
     out = changes.pop("out", torch.zeros(2, 5, 32, dtype=BF16))
     query, workspace = changes.pop("query", batch.query), changes.pop("workspace", None)
     options = {name: changes.pop(name) for name in ("split_tokens",) if name in changes}

@@ -6,23 +6,11 @@ import torch
 
 from tests.kernels import masks_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case
 from vllm_lite.kernels.cuda import masks
 from vllm_lite.kernels.sampling import MaskedRows
 from vllm_lite.worker.sampling.masks import TokenMasks
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    launcher.preload(masks.SOURCE, ["rule_out<4>", "rule_out<1>"])
-    return launcher
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
 
 
 def test_wrong_arguments_are_refused() -> None:

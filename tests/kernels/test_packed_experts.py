@@ -1,15 +1,13 @@
 """A layer's packed experts on CUDA through the emulator, and the errors of their Python side."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 
 from tests.kernels import packed_experts_cases as cases
-from tests.kernels.emulator import EmulatorLauncher
+from tests.kernels.cases import Recorder
+from tests.kernels.emulator import EmulatorLauncher, check_orders
 from tests.kernels.experts_cases import Sizes, pick
-from tests.kernels.fused_cases import Case, draw
+from tests.kernels.fused_cases import draw
 from vllm_lite.kernels.cuda.moe.packed_experts import GpuPackedExperts, PackedStacks
 from vllm_lite.kernels.cuda.moe.packed_stack import alike, stackable, tiles_in_order, tiles_in_turn
 from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
@@ -19,44 +17,30 @@ from vllm_lite.kernels.routing import Chosen
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
-
-
-@pytest.mark.parametrize("order_seed", [1, 2])
-def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorLauncher) -> None:
+@pytest.mark.usefixtures("emulated")
+def test_the_order_of_threads_does_not_show() -> None:
     own, chosen = cases.layer(CPU, BF16, E2M1, 32, biases=True), pick(9, cases.SIZES, CPU)
     x = draw((9, cases.SIZES.hidden), BF16, CPU)
-    outs = [torch.empty_like(x) for _ in range(2)]
-    for out, launcher in zip(outs, (emulated, EmulatorLauncher(order_seed)), strict=True):
-        own.experts(launcher).forward(x, chosen, out)
-    assert torch.equal(*outs)
+
+    def computed(launcher: EmulatorLauncher) -> torch.Tensor:
+        own.experts(launcher).forward(x, chosen, out := torch.empty_like(x))
+        return out
+
+    check_orders(computed)
 
 
 def test_few_pairs_have_no_more_blocks_than_there_are_pairs(emulated: EmulatorLauncher) -> None:
     """And no launch depends on the chosen experts, as a CUDA graph requires."""
     sizes = Sizes(num_experts=40, top=2, hidden=64, inner=32, held=40)
-    own, launches = cases.layer(CPU, BF16, INT4, 32, sizes=sizes), list[list[Any]]()
-
-    class Recorder:
-        multiprocessor_bytes = 0
-
-        def kernel(self, source: str, name: str) -> Callable[..., None]:
-            def launch(grid: Any, block: Any, args: Any, shared_bytes: int) -> None:
-                scalars = [arg for arg in args if not isinstance(arg, torch.Tensor)]
-                launches[-1].append((name.partition("<")[0], grid, block, scalars, shared_bytes))
-                emulated.kernel(source, name)(grid, block, args, shared_bytes)
-
-            return launch
-
+    own, recorders = cases.layer(CPU, BF16, INT4, 32, sizes=sizes), (Recorder(emulated), Recorder(emulated))
     x, top = draw((3, 64), BF16, CPU), torch.ones(3, 2)
-    for experts in (pick(3, sizes, CPU).experts, torch.tensor([[0, 39]] * 3, dtype=torch.int32)):
-        launches.append([])
-        own.experts(Recorder()).forward(x, Chosen(experts, top), torch.empty_like(x))
-    assert launches[0] == launches[1]
-    assert [launch[0] for launch in launches[0]] == ["sort_pairs", "packed_experts", "packed_experts", "sum_experts"]
-    assert [launch[1] for launch in launches[0]][1:3] == [(2, 6, 1), (4, 6, 1)]
+    two = torch.tensor([[0, 39]] * 3, dtype=torch.int32)
+    for recorder, experts in zip(recorders, (pick(3, sizes, CPU).experts, two), strict=True):
+        own.experts(recorder).forward(x, Chosen(experts, top), torch.empty_like(x))
+    launches = recorders[0].launches
+    assert launches == recorders[1].launches
+    assert [launch.name for launch in launches] == ["sort_pairs", "packed_experts", "packed_experts", "sum_experts"]
+    assert [launch.grid for launch in launches[1:3]] == [(2, 6, 1), (4, 6, 1)]
 
 
 def test_tiles_in_turn_and_back() -> None:

@@ -1,13 +1,12 @@
 """Products with packed quantized weights on CUDA through the emulator, and the errors of their Python side."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from tests.kernels import packed_linear_cases as cases
-from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case, draw
+from tests.kernels.cases import Recorder
+from tests.kernels.emulator import EmulatorLauncher, check_orders
+from tests.kernels.fused_cases import draw
 from vllm_lite.kernels.cuda.weights import packed_linear
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
 from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
@@ -16,17 +15,11 @@ from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, quantize
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
-
-
-@pytest.mark.parametrize("order_seed", [1, 2])
-def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorLauncher) -> None:
+@pytest.mark.usefixtures("emulated")
+def test_the_order_of_threads_does_not_show() -> None:
     stored = cases.weight(UINT4, 64, "zeros", cases.Sizes(64, 2100))
     x = draw((9, 2100), torch.bfloat16, CPU)
-    ours = cases.product(emulated, stored, x)
-    assert torch.equal(ours, cases.product(EmulatorLauncher(order_seed), stored, x))
+    check_orders(lambda launcher: cases.product(launcher, stored, x))
 
 
 def test_the_order_of_packed_weights() -> None:
@@ -97,17 +90,10 @@ def test_no_launch_depends_on_the_rows_but_by_their_number(monkeypatch: pytest.M
     """As a CUDA graph requires. The division of inputs into parts does not even depend on their number."""
     monkeypatch.setattr(packed_linear, "FEW_ROWS", 128)
     packed = GpuPackedWeight.of(cases.weight(INT4, 64, sizes=cases.Sizes(64, 2048)), CPU)
-    grids: list[tuple[str, tuple[int, int, int]]] = []
-
-    class Recorder:
-        multiprocessor_bytes = 0
-
-        def kernel(self, _source: str, name: str) -> Callable[..., None]:
-            return lambda grid, *_args: grids.append((name.partition("<")[0], grid))
-
+    recorder = Recorder()
     for num_rows in (1, 2, 8, 16, 33, 64):
-        linear = PackedLinear(Recorder(), packed, None)
+        linear = PackedLinear(recorder, packed, None)
         linear.forward(torch.zeros(num_rows, 2048).half(), torch.zeros(num_rows, 64).half())
-    products = [grid for name, grid in grids if name == "packed_linear"]
+    products = [launch.grid for launch in recorder.launches if launch.name == "packed_linear"]
     assert {grid[2] for grid in products} == {2}
     assert [grid[:2] for grid in products] == [(4, 1), (4, 1), (2, 1), (1, 1), (1, 2), (1, 2)]

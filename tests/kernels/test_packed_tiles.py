@@ -1,13 +1,12 @@
 """Products of 17 to 128 rows with packed quantized weights on CUDA, through the emulator."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
 from tests.kernels import packed_tiles_cases as cases
-from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case, draw
+from tests.kernels.cases import Recorder
+from tests.kernels.emulator import check_orders
+from tests.kernels.fused_cases import draw
 from tests.kernels.packed_linear_cases import BF16, Sizes, weight
 from vllm_lite.kernels.cuda.weights import packed_linear
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear, tile_bytes
@@ -17,30 +16,11 @@ from vllm_lite.kernels.grouped import INT4, INT8, UINT4
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
-
-
-@pytest.mark.parametrize("order_seed", [1, 2])
-def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorLauncher) -> None:
+@pytest.mark.usefixtures("emulated")
+def test_the_order_of_threads_does_not_show() -> None:
     stored = weight(UINT4, 64, "zeros", Sizes(64, 1100))
     x = draw((19, 1100), BF16, CPU)
-    assert torch.equal(cases.product(emulated, stored, x), cases.product(EmulatorLauncher(order_seed), stored, x))
-
-
-class Recorder:
-    """Takes down how kernels are launched; launches nothing."""
-
-    def __init__(self, multiprocessor_bytes: int) -> None:
-        self.multiprocessor_bytes = multiprocessor_bytes
-        self.launches: list[tuple[str, tuple[int, int, int], int]] = []
-
-    def kernel(self, _source: str, name: str) -> Callable[..., None]:
-        def launch(grid: tuple[int, int, int], _block: object, _args: object, shared_bytes: int = 0) -> None:
-            self.launches.append((name.rstrip(">").split(", ")[-1], grid, shared_bytes))
-
-        return launch
+    check_orders(lambda launcher: cases.product(launcher, stored, x))
 
 
 def test_rows_of_a_block_fill_the_multiprocessors_memory() -> None:
@@ -54,18 +34,20 @@ def test_rows_of_a_block_fill_the_multiprocessors_memory() -> None:
         (0, INT8, 128, 4, 4),
     ):
         packed = GpuPackedWeight.of(weight(values, 128, sizes=Sizes(300, 512)), CPU)
-        recorder = Recorder(multiprocessor_bytes)
+        recorder = Recorder()
+        recorder.multiprocessor_bytes = multiprocessor_bytes
         linear = PackedLinear(recorder, packed, None)
         linear.forward(torch.zeros(num_rows, 512).half(), torch.zeros(num_rows, 300).half())
-        rows, grid, shared_bytes = recorder.launches[0]
-        assert (rows, grid) == (str(tile), (2, blocks, 1))
-        assert shared_bytes == tile_bytes(packed, tile, 2 if values is INT4 else 1)
-        assert max(multiprocessor_bytes, 100 * 1024) - 1024 >= shared_bytes
+        launch = recorder.launches[0]
+        assert launch.kernel.endswith(f", {tile}>")
+        assert launch.grid == (2, blocks, 1)
+        assert launch.shared_bytes == tile_bytes(packed, tile, 2 if values is INT4 else 1)
+        assert max(multiprocessor_bytes, 100 * 1024) - 1024 >= launch.shared_bytes
 
 
 def test_the_kernel_for_each_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = GpuPackedWeight.of(weight(INT4, 128, sizes=Sizes(64, 128)), CPU)
-    linear = PackedLinear(Recorder(0), packed, None)
+    linear = PackedLinear(Recorder(), packed, None)
     said: list[tuple[int, bool | None]] = []
     monkeypatch.setattr(linear, "_by_codes", lambda x, _out, tiled: said.append((len(x), tiled)))
     monkeypatch.setattr(linear.many_rows, "forward", lambda x, _bias, _out: said.append((len(x), None)))

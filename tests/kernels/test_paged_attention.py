@@ -8,23 +8,11 @@ import torch
 
 from tests.kernels import kv_layouts
 from tests.kernels import paged_attention_cases as cases
-from tests.kernels.emulator import EmulatorLauncher
 from vllm_lite.checkpoint.layer_specs.block_sparse import BlockSparse
 from vllm_lite.kernels.cuda.attention import paged_attention as pa
 from vllm_lite.kernels.cuda.attention.attention_inputs import Scoring
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    launcher.preload(pa.SOURCE, cases.names())
-    return launcher
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: cases.Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
-"""Chunked prefill in the emulator: every case, every order of threads, errors, and calls of torch's attention."""
+"""Chunked prefill in the emulator, in any order of threads; errors of its Python side; calls of torch's attention."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,42 +7,30 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels import prefill_attention_cases as cases
 from tests.kernels.attention_batch import make_batch
-from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.prefill_attention_cases import CASES, FP16, SETUPS, Setup, check_rows, run
-from vllm_lite.kernels.cuda.attention.prefill_attention import SOURCE, keys_a_tile, prefill_attention, shared_bytes
+from tests.kernels.emulator import EmulatorLauncher, check_orders
+from tests.kernels.prefill_attention_cases import FP16, Setup
+from vllm_lite.kernels.cuda.attention.prefill_attention import keys_a_tile, prefill_attention, shared_bytes
 from vllm_lite.kernels.cuda.attention.varlen import VarlenPlan, call_varlen, make_plan, torch_varlen
 from vllm_lite.kernels.cuda.launcher import Launcher
 
 CPU = torch.device("cpu")
-Case = Callable[[Launcher, torch.device], None]
 
 
-@pytest.fixture(scope="module")
-def built(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    """All instantiations with one run of the compiler."""
-    launcher.preload(SOURCE, [setup.kernel for setup in SETUPS.values()])
-    return launcher
-
-
-@pytest.mark.parametrize("case", [case for _, case in CASES], ids=[name.replace(" ", "-") for name, _ in CASES])
-def test_case(case: Case, built: EmulatorLauncher) -> None:
-    case(built, CPU)
-
-
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("name", ["prefix 17", "head size 256", "window 33", "float8, window", "group 7"])
-def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher) -> None:
-    batch = make_batch(SETUPS[name], CPU)
-    first, *others = (run(batch, EmulatorLauncher(order_seed)) for order_seed in range(4))
-    assert all(torch.equal(first, other) for other in others)
+def test_the_order_of_threads_changes_no_bit(name: str) -> None:
+    batch = make_batch(cases.SETUPS[name], CPU)
+    check_orders(lambda launcher: cases.run(batch, launcher))
 
 
 def test_small_tiles_where_a_multiprocessor_has_little_shared_memory() -> None:
     """As on 8.6, 8.9 and 12.0; two blocks with heads of 128 fit there."""
     small = EmulatorLauncher(multiprocessor_bytes=100 * 1024)
-    for setup in (SETUPS["head size 128"], SETUPS["head size 80"]):
+    for setup in (cases.SETUPS["head size 128"], cases.SETUPS["head size 80"]):
         batch = make_batch(setup, CPU)
-        check_rows(batch, run(batch, small))
+        cases.check_rows(batch, cases.run(batch, small))
     assert [keys_a_tile(head, 100 * 1024) for head in (64, 72, 128, 256)] == [64, 32, 32, 32]
     assert [keys_a_tile(head, 164 * 1024) for head in (64, 72, 128, 256)] == [64, 64, 64, 32]
     assert 100 * 1024 // (shared_bytes(128, 32) + 1024) == 2

@@ -6,24 +6,12 @@ import torch
 from tests.cuda_capture import CapturingLauncher, CudaLikeCapture
 from tests.kernels import recurrent_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case
 from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
 from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
 from vllm_lite.kernels.cuda.recurrent import LaunchedConvolution, LaunchedDeltaNet, LaunchedMamba
 from vllm_lite.kernels.recurrent import Taps
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
-
-
-@pytest.mark.parametrize("name", ["delta_bits", "mamba_bits", "conv_bits", "delta_mixed"])
-def test_the_order_of_threads_does_not_show(name: str, emulated: EmulatorLauncher) -> None:
-    for order_seed in (1, 2):
-        dict(cases.CASES)[name](EmulatorLauncher(order_seed), CPU)
 
 
 @pytest.mark.parametrize("name", ["delta", "mamba", "conv"])

@@ -9,24 +9,12 @@ from hypothesis import strategies as st
 
 from tests.kernels import routing_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case
 from tests.routing_rules import routing_rules
 from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.routing import Routing
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: Case, launcher: EmulatorLauncher) -> None:
-    case(launcher, CPU)
-
-
-@pytest.mark.parametrize("order_seed", [1, 2, 3])
-def test_the_order_of_lanes_does_not_show(order_seed: int) -> None:
-    dict(cases.CASES)["ties"](EmulatorLauncher(order_seed), CPU)
-    dict(cases.CASES)["deepseek_v3"](EmulatorLauncher(order_seed), CPU)
 
 
 @settings(max_examples=60)

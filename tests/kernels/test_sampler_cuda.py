@@ -5,35 +5,20 @@ import pytest
 import torch
 
 from tests.kernels import sampler_cases as cases
-from tests.kernels.emulator import EmulatorLauncher
-from tests.kernels.fused_cases import Case
+from tests.kernels.emulator import EmulatorLauncher, check_orders
 from vllm_lite.kernels.cuda import sampler
 from vllm_lite.worker.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def emulated(launcher: EmulatorLauncher) -> EmulatorLauncher:
-    parts = [f"{kernel}_part<{n}>" for kernel in ("best", "coarse", "draw") for n in (4, 1)]
-    launcher.preload(sampler.SOURCE, ["pick<4>", "pick<1>", "noise_row", "mass_row", *parts])
-    return launcher
-
-
-@pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in cases.CASES])
-def test_case(case: Case, emulated: EmulatorLauncher) -> None:
-    case(emulated, CPU)
-
-
-@pytest.mark.parametrize("order_seed", [1, 2, 3])
-def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorLauncher) -> None:
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_order_of_threads_does_not_show(parts: int) -> None:
     logits, draws = cases.normal(6, 1000, 3.0), cases.make_draws(6, 1000)
     draws["top_k"], draws["top_p"] = (1000, 40, 1000) * 2, (1.0, 0.9, 0.7) * 2
     logits[5] = 0
-    for parts in (1, 3):
-        launchers = emulated, EmulatorLauncher(order_seed)
-        one, other = (sampler.pick_on_device(each, logits, draws, parts) for each in launchers)
-        assert torch.equal(one, other)
+    check_orders(lambda launcher: sampler.pick_on_device(launcher, logits, draws, parts))
 
 
 def test_the_sampler_of_a_gpu_worker_uses_it(monkeypatch: pytest.MonkeyPatch, emulated: EmulatorLauncher) -> None:

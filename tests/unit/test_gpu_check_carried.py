@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.deadlines import scaled
-from tests.kernels.fused_cases import needed_by
+from tests.kernels.cases import Recorder, needed_by
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cuda import compiler
 
@@ -150,7 +150,7 @@ def test_measurements_and_layers_ask_for_kernels_that_the_sources_have() -> None
 
 def test_kernels_measured_in_linear_layers_are_compiled_ahead() -> None:
     """All ways that a number of rows may go, also those that a bound of today leaves out."""
-    recorder = kernels.Recorder()
+    recorder = Recorder()
 
     class Timer:
         @staticmethod
@@ -197,7 +197,7 @@ def test_every_file_of_kernels_has_a_smoke_case_that_launches_it() -> None:
     sources = {path.name for path in compiler.source_folder().glob("*.cuh") if "__global__" in path.read_text()}
     assert set(smoke.CASES) == sources
     for source in sources:
-        assert source in needed_by([("", smoke.case_of(source))]), source
+        assert source in needed_by([smoke.case_of(source)]), source
 
 
 def test_diverging_outputs_are_distinguished_from_near_ties() -> None:

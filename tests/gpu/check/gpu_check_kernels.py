@@ -11,10 +11,9 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
-from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch
 from gpu_check_linear import KINDS, OTHER_WAYS, ROWS, bounds, random_weight
 from gpu_check_prefill import TABLE_SHAPES
 
-from tests.kernels.fused_cases import needed_by
+from tests.kernels.cases import Recorder, all_cases, needed_by
 from tests.kernels.instantiations import INSTANTIATIONS
 from vllm_lite.kernels.cuda.attention import decode_attention, prefill_attention
 from vllm_lite.kernels.cuda.compiler import KernelCompiler, Nvrtc
@@ -43,19 +42,6 @@ WORKERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-class Recorder:
-    """A launcher that records the requested kernels and launches nothing."""
-
-    multiprocessor_bytes = 228 * 1024
-
-    def __init__(self) -> None:
-        self.names: dict[Name, None] = {}
-
-    def kernel(self, source: str, name: str) -> Callable[..., None]:
-        self.names[source, name] = None
-        return lambda *_: None
-
-
 def wanted() -> list[Name]:
     """All kernels that a run of `gpu_check` is known to request."""
     names = dict.fromkeys((one.source, one.name) for one in INSTANTIATIONS)
@@ -65,10 +51,8 @@ def wanted() -> list[Name]:
 
 
 def of_cases() -> Iterator[Name]:
-    folder = Path(import_module("tests.kernels").__path__[0])
-    for path in sorted(folder.glob("*_cases.py")):
-        needed = needed_by(import_module(f"tests.kernels.{path.stem}").CASES)
-        yield from ((source, name) for source, names in needed.items() for name in names)
+    for cases in all_cases().values():
+        yield from ((source, name) for source, names in needed_by(cases.values()).items() for name in names)
 
 
 def of_measurements() -> Iterator[Name]:
