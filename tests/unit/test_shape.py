@@ -8,6 +8,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests.unit.test_layers import PACKAGE, ROOT, name_of, num_code_lines, parse, python_files
@@ -17,6 +18,8 @@ HEARTS = {
     "engine/blocks/manager.py": (250, 8),
     "worker/model_runner.py": (190, 0),
     "worker/batch/input_batch.py": (230, 4),
+    "worker/batch/rows.py": (120, 7),
+    "worker/batch/block_tables.py": (100, 0),
     "client/engines/session.py": (300, 6),
 }
 """The files through which every feature passes: the most lines of code, and the most lines that name a feature. A
@@ -27,6 +30,9 @@ FEATURES = re.compile(
 RUN = 8
 """Equal lines of code in a row, in two files, that count as repeated, unless they are very short."""
 MIN_RUN_CHARACTERS = 160
+MAX_STEP_STATEMENTS = 15
+"""Statements of ModelRunner.execute, which reads like a table of contents."""
+A_PART = re.compile(r"^class (\w+)\((?:Cache|Step|Side)Part\b(?!\[Found\])", re.MULTILINE)
 MAX_REPEATING = 1
 """Pairs of files with such a run: rates as the scheduler has them, and as a trace records them."""
 
@@ -61,19 +67,14 @@ def imported(tree: ast.AST, modules: Iterable[str]) -> set[str]:
     return found & set(modules)
 
 
-def circles(graph: Mapping[str, set[str]]) -> list[str]:
-    """Modules that import each other, directly or through others: left over when those without imports are removed,
-    again and again, and then those that nothing imports."""
-    left = {name: set(of) - {name} for name, of in graph.items()}
-    while True:
-        importers = defaultdict[str, set[str]](set)
-        for name, of in left.items():
-            for each in of:
-                importers[each].add(name)
-        ends = {name for name, of in left.items() if not of or not importers[name]}
-        if not ends:
-            return sorted(left)
-        left = {name: of - ends for name, of in left.items() if name not in ends}
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules of which each imports the one before it, the first the last; [] if there are none."""
+    try:
+        TopologicalSorter({name: modules - {name} for name, modules in graph.items()}).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
 
 
 def repeating(texts: Mapping[str, str]) -> set[tuple[str, str]]:
@@ -97,9 +98,24 @@ def test_the_hearts_are_small_and_name_no_feature() -> None:
         assert len(lines) <= most_features, f"{name} names features in lines {lines}"
 
 
+def test_a_heart_names_no_part() -> None:
+    """A feature's part is named where the engine or the worker is put together, and nowhere else."""
+    parts = {name for path in python_files(PACKAGE) for name in A_PART.findall(path.read_text())}
+    assert {"KVBlocks", "StateSlots", "DiskTier", "EncoderCache", "StoredMedia", "Drafts", "Rules"} <= parts
+    for heart in HEARTS:
+        said = {name for node in ast.walk(parse(ROOT / PACKAGE / heart)) for name in names(node)}
+        assert not said & parts, heart
+
+
+def test_a_step_is_read_in_fifteen_statements() -> None:
+    tree = parse(ROOT / PACKAGE / "worker/model_runner.py")
+    (execute,) = (each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name == "execute")
+    assert sum(isinstance(each, ast.stmt) for each in ast.walk(execute)) - 2 <= MAX_STEP_STATEMENTS
+
+
 def test_no_modules_import_each_other_in_a_circle() -> None:
     paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in python_files(PACKAGE)}
-    assert circles({name: imported(parse(path), paths) for name, path in paths.items()}) == []
+    assert circle({name: imported(parse(path), paths) for name, path in paths.items()}) == []
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
@@ -128,10 +144,15 @@ def test_features_are_seen() -> None:
 
 
 def test_circles_are_seen() -> None:
-    sources = {"a": "def f():\n    from b import x", "b": "import c", "c": "if x:\n    import a", "d": "import a"}
-    assert circles({name: imported(ast.parse(text), sources) for name, text in sources.items()}) == ["a", "b", "c"]
-    sources["c"] = "if TYPE_CHECKING:\n    import a"
-    assert circles({name: imported(ast.parse(text), sources) for name, text in sources.items()}) == []
+    def found(**sources: str) -> list[str]:
+        named = {f"p.{name}": source for name, source in sources.items()}
+        return circle({name: imported(ast.parse(text), named) for name, text in named.items()})
+
+    assert found(a="from p import b", b="def f():\n    from p.a import x")
+    assert found(a="import p.b", b="from p.c import y", c="if x:\n    from p import a")
+    assert found(a="import p.b", b="try:\n    pass\nexcept OSError:\n    from p import a")
+    assert not found(a="from p.b import x", b="if TYPE_CHECKING:\n    from p.a import X")
+    assert not found(a="from p.b import x", b="import p.c", c="from os import path")
 
 
 def test_repeated_code_is_seen() -> None:
