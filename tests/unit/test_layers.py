@@ -336,12 +336,15 @@ def is_in_a_list(path: Path) -> bool:
     return str(path.parent.relative_to(ROOT / PACKAGE)) in LISTS
 
 
-def num_code_lines(path: Path) -> int:
-    """Lines that hold neither a comment nor a docstring alone."""
-    texts = [
-        node for node in ast.walk(parse(path)) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+def num_code_lines(path: Path, *, with_imports: bool = True) -> int:
+    """Lines that hold neither a comment nor a docstring alone; `with_imports`: imports count."""
+    left_out = [
+        node
+        for node in ast.walk(parse(path))
+        if (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        or (not with_imports and isinstance(node, ast.Import | ast.ImportFrom))
     ]
-    prose = {line for node in texts for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+    prose = {line for node in left_out for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     lines = enumerate(path.read_text().splitlines(), 1)
     return sum(bool(text.strip()) and not text.lstrip().startswith("#") and line not in prose for line, text in lines)
 

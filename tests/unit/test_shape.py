@@ -14,16 +14,16 @@ from pathlib import Path
 from tests.unit.test_layers import PACKAGE, ROOT, name_of, num_code_lines, parse, python_files
 
 HEARTS = {
-    "engine/scheduling/scheduler.py": (240, 13),
-    "engine/blocks/manager.py": (250, 8),
-    "worker/model_runner.py": (190, 0),
-    "worker/batch/input_batch.py": (230, 4),
-    "worker/batch/rows.py": (120, 7),
-    "worker/batch/block_tables.py": (100, 0),
-    "client/engines/session.py": (300, 6),
+    "engine/scheduling/scheduler.py": (210, 13),
+    "engine/blocks/manager.py": (240, 8),
+    "worker/model_runner.py": (170, 0),
+    "worker/batch/input_batch.py": (210, 4),
+    "worker/batch/rows.py": (110, 7),
+    "worker/batch/block_tables.py": (90, 0),
+    "client/engines/session.py": (280, 6),
 }
-"""The files through which every feature passes: the most lines of code, and the most lines that name a feature. A
-feature is a part or a handler that they call without knowing it."""
+"""The files through which every feature passes: the most lines of code, imports aside, and the most lines that name a
+feature. A feature is a part or a handler that they call without knowing it."""
 FEATURES = re.compile(
     r"draft|adapter|lora|grammar|mask|pooling|prompt_logprob|expert|media|image|disk|host|state|embed", re.IGNORECASE
 )
@@ -93,7 +93,7 @@ def repeating(texts: Mapping[str, str]) -> set[tuple[str, str]]:
 def test_the_hearts_are_small_and_name_no_feature() -> None:
     for name, (most_lines, most_features) in HEARTS.items():
         path = ROOT / PACKAGE / name
-        assert num_code_lines(path) <= most_lines, f"{name}: move what a feature adds to its part"
+        assert num_code_lines(path, with_imports=False) <= most_lines, f"{name}: move what a feature adds to its part"
         lines = sorted(lines_with_features(parse(path)))
         assert len(lines) <= most_features, f"{name} names features in lines {lines}"
 
