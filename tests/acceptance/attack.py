@@ -307,6 +307,16 @@ def readers(target: Target) -> None:
         target.measure("24 readers of a long stream who read nothing", attack, expect(200, 429))
 
 
+def scored(target: Target) -> None:
+    """Attack with the logprobs of long answers: 21 candidates for each token, which stay packed."""
+    body = {"prompt": "Hi", "max_tokens": 1900, "ignore_eos": True, "logprobs": 20}
+    with target.client() as http:
+        for stream in (False, True):
+            asked = {**body, "stream": stream}
+            name = f"16 {'streams' if stream else 'answers'} of 1,900 tokens with logprobs"
+            target.measure(name, lambda asked=asked: at_once(http, asked, TEXTS), expect(200, 429))  # type: ignore[misc]
+
+
 # ---- who may call what
 
 
@@ -385,6 +395,7 @@ ATTACKS: list[Attack] = [
     *map(costly, COSTLY),
     instructions,
     readers,
+    scored,
     references,
     conversations,
     queued,

@@ -2,6 +2,7 @@
 here."""
 
 import asyncio
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,23 @@ async def test_without_a_tokenizer_there_is_none() -> None:
         async with AsyncClient(engine.address, timeout_s=DEADLINE_S) as client:
             with pytest.raises(ModelError, match="/nowhere has no tokenizer; give token ids"):
                 await client.get_tokenizer()
+
+
+def test_logprobs_take_little_memory() -> None:
+    """Twenty candidates as objects have 2,500 bytes; a stranger may ask for them for every token of many answers."""
+    sample, count = Sample(None, None, logprobs=True, include_stop=False), 500
+    tracemalloc.start()
+    try:
+        for start in range(count):
+            top = tuple((start + 100 * place, -1.0 - place / start if start else -1.0) for place in range(20))
+            sample.apply(Tokens("r", start, [start], [TokenLogprobs(-1.0, 1, top)]))
+        del top
+        assert tracemalloc.get_traced_memory()[0] < 600 * count
+    finally:
+        tracemalloc.stop()
+    assert sample.logprobs is not None
+    assert len(sample.logprobs[-2:][-1]) == 20
+    assert sample.output(0, logprobs=True).logprobs == list(sample.logprobs)
 
 
 def test_a_cursor_delivers_each_part_once() -> None:

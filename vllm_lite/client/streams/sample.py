@@ -1,13 +1,56 @@
 """Results of one request as they arrive: Samples, a reader's Cursor over each, and the logprobs of the prompt."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import overload
+
+import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput, Logprob
 from vllm_lite.client.text.detokenizer import Detokenizer, Mark
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.protocol.api import Finished, PromptLogprobs, TokenLogprobs, Tokens
 from vllm_lite.protocol.stats import FinishReason
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(tuple[int, TokenLogprobs]).decode
+
+
+class Scores(Sequence[dict[int, Logprob]]):
+    """Logprobs of consecutive tokens. They stay packed, as objects would take ten times the memory: each item is made
+    anew when it is read. Safe in any thread."""
+
+    __slots__ = ("_is_ranked", "_tokenizer", "packed")
+
+    def __init__(self, tokenizer: Tokenizer | None, *, is_ranked: bool = True, packed: Iterable[bytes] = ()) -> None:
+        """See candidates()."""
+        self._tokenizer, self._is_ranked, self.packed = tokenizer, is_ranked, list(packed)
+
+    def extend(self, token_ids: Iterable[int], entries: Iterable[TokenLogprobs]) -> None:
+        self.packed += map(_pack, zip(token_ids, entries, strict=False))
+
+    def inherit(self, parent: "Scores") -> None:
+        self.packed += parent.packed
+
+    def __len__(self) -> int:
+        return len(self.packed)
+
+    @overload
+    def __getitem__(self, place: int) -> dict[int, Logprob]: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Scores": ...
+    def __getitem__(self, place: int | slice) -> "dict[int, Logprob] | Scores":
+        if isinstance(place, slice):
+            return Scores(self._tokenizer, is_ranked=self._is_ranked, packed=self.packed[place])
+        return candidates(self._tokenizer, *_unpack(self.packed[place]), is_ranked=self._is_ranked)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Scores | list) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # like a list's
+
+    def __repr__(self) -> str:
+        return repr(list(self))
 
 
 class Sample:
@@ -30,14 +73,13 @@ class Sample:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.cumulative_logprob: float | None = 0.0 if logprobs else None
-        self.logprobs: list[dict[int, Logprob]] | None = [] if logprobs else None
+        self.logprobs = Scores(tokenizer, is_ranked=not is_named) if logprobs else None
+        self._shown: list[dict[int, Logprob]] = []  # the first of them, as output() has given them
         self.stop_reason: int | str | None = None
         self.text = ""
         self.ends: list[int] = []
         """With `logprobs`, the number of characters of text after each token."""
         self._detokenizer = detokenizer
-        self._tokenizer = tokenizer
-        self._is_named = is_named
         self._include_stop = include_stop
 
     def apply(self, event: Tokens | Finished) -> None:
@@ -62,7 +104,8 @@ class Sample:
         """Begin with the contents of `parent`, whose text is not searched for this sample's stop strings."""
         self._take(parent.token_ids, None, is_stop=False)
         if self.logprobs is not None:
-            self.logprobs += parent.logprobs or []
+            if parent.logprobs is not None:
+                self.logprobs.inherit(parent.logprobs)
             self.cumulative_logprob = parent.cumulative_logprob or 0.0
 
     @property
@@ -104,12 +147,14 @@ class Sample:
 
     def output(self, index: int, *, logprobs: bool) -> CompletionOutput:
         """A snapshot of the present state, which later events do not change."""
+        if logprobs and self.logprobs is not None:
+            self._shown += self.logprobs[len(self._shown) :]
         return CompletionOutput(
             index=index,
             text=self.text,
             token_ids=self.token_ids.copy(),
             cumulative_logprob=self.cumulative_logprob,
-            logprobs=self.logprobs.copy() if logprobs and self.logprobs is not None else None,
+            logprobs=self._shown.copy() if logprobs and self.logprobs is not None else None,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             marks=self.marks_between((0, 0), (len(self.token_ids), len(self.text))),
@@ -129,8 +174,7 @@ class Sample:
         self.token_ids += token_ids[:taken]
         if self.logprobs is not None and logprobs is not None:
             entries = logprobs[:taken]
-            new = zip(token_ids, entries, strict=False)
-            self.logprobs += [candidates(self._tokenizer, *item, is_ranked=not self._is_named) for item in new]
+            self.logprobs.extend(token_ids, entries)
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + sum(entry.logprob for entry in entries)
 
     def _feed_singly(self, token_ids: list[int]) -> None:
@@ -157,8 +201,8 @@ class Cursor:
     def delta(self) -> CompletionOutput | None:
         """The new part of the sample: text, tokens, their logprobs, and its end; None if nothing is new.
 
-        `cumulative_logprob` is of all tokens. An error ends the whole request and is reported there, not as a finish
-        reason here.
+        `cumulative_logprob` is of all tokens; `logprobs` are Scores, of which next_output() makes a list. An error ends
+        the whole request and is reported there, not as a finish reason here.
         """
         sample, start, num_chars = self._sample, self._num_tokens, self._num_chars
         reason = None if sample.finish_reason == "error" else sample.finish_reason
@@ -171,7 +215,7 @@ class Cursor:
             text=sample.text[num_chars : self._num_chars],
             token_ids=sample.token_ids[start:],
             cumulative_logprob=sample.cumulative_logprob,
-            logprobs=None if sample.logprobs is None else sample.logprobs[start:],
+            logprobs=None if sample.logprobs is None else sample.logprobs[start:],  # type: ignore[arg-type]
             finish_reason=reason,
             stop_reason=sample.stop_reason,
             marks=sample.marks_between((start, num_chars), (self._num_tokens, self._num_chars)),
@@ -180,33 +224,34 @@ class Cursor:
 
 
 class PromptScores:
-    """Logprobs of a prompt. They stay packed until `entries` is read, since a long prompt has many, and the thread that
-    receives them serves other requests, too."""
+    """Logprobs of a prompt. They stay packed as Scores, since a long prompt has many, and the thread that receives them
+    serves other requests, too. Iteration yields `entries`, made one by one."""
 
     def __init__(self, tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
         self._token_ids = token_ids
-        self._received: list[TokenLogprobs] = []
+        self._scores = Scores(tokenizer)
         self._entries: list[dict[int, Logprob] | None] = [None]
+
+    def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
+        yield None
+        yield from self._scores
 
     @property
     def entries(self) -> list[dict[int, Logprob] | None]:
         """`entries[i]` maps token ids to candidates for prompt token i; None for the first one. Safe in any thread."""
         entries = self._entries
-        if len(entries) <= len(self._received):
-            place = len(entries)
-            new = zip(self._token_ids[place:], self._received[place - 1 :], strict=False)
-            entries = self._entries = entries + [candidates(self._tokenizer, *item) for item in new]
+        if len(entries) <= len(self._scores):
+            entries = self._entries = [*entries, *self._scores[len(entries) - 1 :]]
         return entries
 
     @property
     def complete(self) -> bool:
-        return len(self._received) + 1 == len(self._token_ids)
+        return len(self._scores) + 1 == len(self._token_ids)
 
     def take(self, scores: PromptLogprobs) -> None:
         """Append the next logprobs, ignoring repeated ones of a request that was sent again."""
-        new = scores.entries[max(0, len(self._received) + 1 - scores.start) :]
-        self._received += new[: len(self._token_ids) - 1 - len(self._received)]
+        place = len(self._scores) + 1
+        self._scores.extend(self._token_ids[place:], scores.entries[max(0, place - scores.start) :])
 
 
 def candidates(

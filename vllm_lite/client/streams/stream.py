@@ -175,8 +175,10 @@ class RequestStream:
         """The next output, by `output_kind`. Only the first delta has the prompt's logprobs."""
         if not self._cursors:
             return self.output()
-        deltas = (cursor.delta() for cursor in self._cursors)
-        output = self._output([delta for delta in deltas if delta is not None])
+        deltas = [delta for cursor in self._cursors if (delta := cursor.delta()) is not None]
+        for delta in deltas:
+            delta.logprobs = None if delta.logprobs is None else list(delta.logprobs)
+        output = self._output(deltas)
         if self._prompt_delivered:
             output.prompt_logprobs = None
         self._prompt_delivered = True

@@ -137,7 +137,7 @@ class AnswerWriter:
 
     def _prompt_fields(self, choice: Choice) -> dict[str, Any]:
         """Return the fields about the prompt; null if not requested."""
-        entries = choice.stream.output().prompt_logprobs if self._style.prompt_logprobs else None
+        entries = choice.stream.prompt_scores if self._style.prompt_logprobs else None
         token_ids = choice.stream.prompt.token_ids if self._style.prompt_ids else None
         return {"prompt_logprobs": logprobs.as_objects(entries), "prompt_token_ids": token_ids}
 
@@ -220,7 +220,7 @@ class CompletionWriter(AnswerWriter):
     def _whole_logprobs(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any] | None:
         """Return the logprobs of the whole answer, after those of the prompt if that is echoed."""
         found = self._logprobs(choice, delta)
-        entries = choice.stream.output().prompt_logprobs if self._style.echo and found is not None else None
+        entries = choice.stream.prompt_scores if self._style.echo and found is not None else None
         if entries is None or found is None:
             return found
         offsets = Offsets(0)

@@ -1,7 +1,7 @@
 """Log-probabilities in answers: OpenAI's parallel lists for completions and objects for chats, vLLM's for token ids."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -123,7 +123,7 @@ def candidate(token_id: int, found: Logprob, spelling: AnySpelling) -> dict[str,
 
 
 def of_completion(
-    token_ids: Sequence[int], entries: Sequence[Candidates | None], offsets: Offsets, spelling: AnySpelling
+    token_ids: Sequence[int], entries: Iterable[Candidates | None], offsets: Offsets, spelling: AnySpelling
 ) -> dict[str, list[Any]]:
     """The `choices[].logprobs` of a completion or of its prompt, whose first token has none; `offsets` continue from
     chunk to chunk."""
@@ -141,7 +141,7 @@ def of_completion(
     return found
 
 
-def as_objects(entries: Sequence[Candidates | None] | None) -> list[msgspec.Raw | None] | None:
+def as_objects(entries: Iterable[Candidates | None] | None) -> list[msgspec.Raw | None] | None:
     """The `prompt_logprobs` in vLLM's format, by token id, each encoded."""
     return None if entries is None else [None if candidates is None else _by_id(candidates) for candidates in entries]
 
