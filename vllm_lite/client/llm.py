@@ -14,7 +14,15 @@ from vllm_lite.client.decisions import methods as decisions
 from vllm_lite.client.engines.launch_engines import launch_engines
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
-from vllm_lite.client.llm_arguments import AnyStream, as_list, named, pairs_of, params_for_each, raise_errors
+from vllm_lite.client.llm_arguments import (
+    AnyStream,
+    as_list,
+    named,
+    pairs_of,
+    params_for_each,
+    raise_errors,
+    with_priorities,
+)
 from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, LoRARequests, begin_load, check_loaded
 from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
@@ -202,6 +210,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
         *,
+        priority: int | Sequence[int] | None = None,
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
         """Continue every prompt; the results are in the order of the prompts.
@@ -209,9 +218,10 @@ class LLM:
         A prompt is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}; prompts of token ids may
         also be given as `prompt_token_ids`. To a model that sees images it may be {"prompt": text, "multi_modal_data":
         {"image": [image, ...]}}, with the model's placeholder in the text for each. `sampling_params` is one for all or
-        one for each (default: get_default_sampling_params()), and so is `lora_request`, which is loaded if it is not
-        (default: no adapter). Raises RequestError before anything is sent if a prompt is invalid, and after all others
-        have ended if one failed; EngineDeadError if the engine died. Ctrl-C aborts everything in flight.
+        one for each (default: get_default_sampling_params()), and so are `priority` (default: that of the params) and
+        `lora_request`, which is loaded if it is not (default: no adapter). Raises RequestError before anything is sent
+        if a prompt is invalid, and after all others have ended if one failed; EngineDeadError if the engine died.
+        Ctrl-C aborts everything in flight.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("generate() takes prompts, or else prompt_token_ids")
@@ -220,7 +230,7 @@ class LLM:
             if isinstance(prompt, Mapping) and "multi_modal_data" in prompt:
                 with named(f"prompt {place}" if len(several) > 1 else ""):
                     several[place] = self._images.of_data(prompt, self.config.model, self.get_tokenizer().encode)
-        return self._run(several, sampling_params, use_tqdm, lora_request)
+        return self._run(several, sampling_params, use_tqdm, lora_request, priority)
 
     def chat(  # noqa: PLR0913 - what vLLM's has
         self,
@@ -229,6 +239,7 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: LoRARequests = None,
         *,
+        priority: int | Sequence[int] | None = None,
         chat_template: str | Path | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
@@ -267,7 +278,7 @@ class LLM:
                     prompts.append(self._images.of_chat(text, parts, self.config.model, encode, mm_processor_kwargs))
                     continue
                 prompts.append({"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False), "prompt": text})
-        return self._run(prompts, sampling_params, use_tqdm, lora_request)
+        return self._run(prompts, sampling_params, use_tqdm, lora_request, priority)
 
     def beam_search(self, prompts: Prompts, params: BeamSearchParams, use_tqdm: bool = False) -> list[BeamSearchOutput]:
         """Find each prompt's likeliest continuations. Raises as generate() does.
@@ -390,9 +401,10 @@ class LLM:
         sampling_params: SamplingParamsForEach,
         use_tqdm: bool,
         lora_request: LoRARequests = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         self._check_awake()
-        streams = self._make_streams(prompts, sampling_params)
+        streams = self._make_streams(prompts, sampling_params, priority)
         self._set_adapters(streams, lora_request)
         self._follow(streams, use_tqdm)
         raise_errors(streams)
@@ -436,10 +448,15 @@ class LLM:
                 for request_id in running:
                     self.launched.session.drop(request_id)
 
-    def _make_streams(self, prompts: list[PromptLike], sampling_params: SamplingParamsForEach) -> list[RequestStream]:
+    def _make_streams(
+        self,
+        prompts: list[PromptLike],
+        sampling_params: SamplingParamsForEach,
+        priority: int | Sequence[int] | None,
+    ) -> list[RequestStream]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = params_for_each(sampling_params, len(prompts))
+        params = with_priorities(params_for_each(sampling_params, len(prompts)), priority)
         streams = []
         for place, prompt in enumerate(prompts):
             with named(f"prompt {place}" if len(prompts) > 1 else ""):

@@ -41,6 +41,19 @@ def params_for_each(given: SamplingParams | Sequence[SamplingParams], count: int
     return list(given)
 
 
+def with_priorities(params: list[SamplingParams], given: int | Sequence[int] | None) -> list[SamplingParams]:
+    """The params with `given` priorities, one for all or one for each; None: with their own. Raises RequestError."""
+    if given is None:
+        return params
+    each = list(given) if isinstance(given, Sequence) else [given] * len(params)
+    if len(each) != len(params):
+        raise RequestError(f"priority must be one for all or one for each of {len(params)} prompts, got {len(each)}")
+    try:
+        return [one.clone(priority=priority) for one, priority in zip(params, each, strict=True)]
+    except (ValueError, TypeError) as error:
+        raise RequestError(str(error)) from error
+
+
 def pairs_of(first: str | Sequence[str], second: str | Sequence[str]) -> list[tuple[str, str]]:
     """One text with each of several, or texts in pairs. Raises RequestError."""
     left = [first] if isinstance(first, str) else list(first)
