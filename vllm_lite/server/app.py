@@ -16,7 +16,7 @@ from vllm_lite.server.generation import Asked, Generation, Made
 from vllm_lite.server.http.application import Guards, Handlers, gets, guarded, posts
 from vllm_lite.server.http.dialects import Dialects
 from vllm_lite.server.live_requests import LiveRequests, as_json
-from vllm_lite.server.llama_cpp import errors as llama_cpp_errors
+from vllm_lite.server.llama_server import errors as llama_cpp_errors
 from vllm_lite.server.load_report import load_report
 from vllm_lite.server.messages import errors as messages_errors
 from vllm_lite.server.metrics import PATH as METRICS_PATH

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from vllm_lite.server.decisions.bodies import DecisionBody
-from vllm_lite.server.llama_cpp.bodies import LlamaCppCompletionBody, LlamaCppInfillBody
+from vllm_lite.server.llama_server.bodies import LlamaCppCompletionBody, LlamaCppInfillBody
 from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
 from vllm_lite.server.ollama.bodies import (
     OllamaChatBody,

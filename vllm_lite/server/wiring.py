@@ -36,8 +36,8 @@ from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live.routes import LiveRoutes
 from vllm_lite.server.live.settings import settings_of
 from vllm_lite.server.live_requests import LiveRequests
-from vllm_lite.server.llama_cpp.information import LlamaCppInformation
-from vllm_lite.server.llama_cpp.routes import LlamaCppPromptRoutes
+from vllm_lite.server.llama_server.information import LlamaCppInformation
+from vllm_lite.server.llama_server.routes import LlamaCppPromptRoutes
 from vllm_lite.server.messages.routes import MessagesRoutes
 from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.ollama.information import OllamaModel

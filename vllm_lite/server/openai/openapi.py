@@ -9,7 +9,7 @@ from vllm_lite import __version__
 from vllm_lite.protocol.operations import PauseMode, WakeTag
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.server.http.auth import OPEN_PATHS
-from vllm_lite.server.llama_cpp import errors as llama_cpp_errors
+from vllm_lite.server.llama_server import errors as llama_cpp_errors
 from vllm_lite.server.openai import bodies
 from vllm_lite.server.route_table import EXAMPLES, ROUTES, TableRoute
 

@@ -15,9 +15,9 @@ from vllm_lite.server.calls.response import CallResponse
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.application import posts
 from vllm_lite.server.live_requests import as_json
-from vllm_lite.server.llama_cpp.answers import LlamaCppWriter
-from vllm_lite.server.llama_cpp.bodies import LlamaCppBody, LlamaCppCompletionBody, LlamaCppInfillBody
-from vllm_lite.server.llama_cpp.completions import fields_of, max_tokens_of, prompts_of
+from vllm_lite.server.llama_server.answers import LlamaCppWriter
+from vllm_lite.server.llama_server.bodies import LlamaCppBody, LlamaCppCompletionBody, LlamaCppInfillBody
+from vllm_lite.server.llama_server.completions import fields_of, max_tokens_of, prompts_of
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 

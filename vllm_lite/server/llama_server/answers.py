@@ -7,9 +7,9 @@ import msgspec
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.server.calls.call import Call, Choice
-from vllm_lite.server.llama_cpp import errors
-from vllm_lite.server.llama_cpp.bodies import LlamaCppBody
-from vllm_lite.server.llama_cpp.completions import RANDOM_SEED, max_tokens_of
+from vllm_lite.server.llama_server import errors
+from vllm_lite.server.llama_server.bodies import LlamaCppBody
+from vllm_lite.server.llama_server.completions import RANDOM_SEED, max_tokens_of
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.logprobs import Spelling, candidate, likeliest
 

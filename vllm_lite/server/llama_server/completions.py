@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_lite.protocol.params import MAX_BIASES, MAX_LOGPROBS
-from vllm_lite.server.llama_cpp.bodies import LlamaCppBody, LlamaCppCompletionBody, Mixed, PromptObject
+from vllm_lite.server.llama_server.bodies import LlamaCppBody, LlamaCppCompletionBody, Mixed, PromptObject
 from vllm_lite.server.openai.bodies import MAX_PROMPTS
 from vllm_lite.server.openai.errors import ApiError
 
