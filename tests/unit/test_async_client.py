@@ -324,3 +324,12 @@ async def test_connect_reports_a_refusal() -> None:
 async def test_a_client_that_is_not_connected_raises() -> None:
     with pytest.raises(EngineError, match="not connected"):
         await anext(AsyncClient("inproc://nobody").generate([1]))
+
+
+async def test_a_client_of_another_event_loop_raises(folder: Path) -> None:
+    with FakeEngine() as engine:
+        connecting = AsyncClient.connect(engine.address, tokenizer=folder, timeout_s=DEADLINE_S)
+        client = await asyncio.to_thread(asyncio.run, connecting)
+        with pytest.raises(EngineError, match="connected in another event loop"):
+            await asyncio.wait_for(anext(client.generate([1])), DEADLINE_S)
+        await client.close()

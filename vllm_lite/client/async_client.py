@@ -386,6 +386,8 @@ class AsyncClient:
     async def _follow(self, stream: Any, *, is_fork: bool = False) -> AsyncGenerator[Any, None]:
         """Send the request and yield its outputs. The first output of a fork has its inherited tokens."""
         session, request_id = self._connected().session, stream.request_id
+        if self._connected().loop is not asyncio.get_running_loop():  # where outputs would never arrive
+            raise EngineError("this client was connected in another event loop; connect one in this loop")
         if request_id in self._inboxes:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
         inbox = self._inboxes[request_id] = _Inbox()

@@ -118,7 +118,7 @@ class LLM:
         self._tokenizer: ChatTokenizer | None = None
         self._is_asleep = False
         prefix = os.urandom(8).hex()
-        self._request_ids = (f"{prefix}-{number}" for number in itertools.count())
+        self._request_ids = map(f"{prefix}-{{}}".format, itertools.count())  # not a generator: threads share it
 
     def __enter__(self) -> Self:
         return self

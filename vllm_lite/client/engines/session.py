@@ -75,7 +75,7 @@ class Session(AnySession):
         self._lost: str | None = None
         """Reason why there is no engine at present, while the thread looks for another one."""
         # Several threads change the following, always under the lock.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler or the garbage collector may call close()
         self._streams = OpenStreams()
         self._answers = Answers()
         self._adapters = KnownAdapters(welcome.adapters)
