@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.recorded import Recorded, agrees, snapshot
@@ -17,6 +18,8 @@ from vllm_lite.errors import ConfigError, ProtocolError
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
+from vllm_lite.trace.segments import header_of
+from vllm_lite.trace.story import story
 from vllm_lite.trace.writer import TraceWriter
 
 
@@ -119,6 +122,36 @@ def test_damage_is_reported(tmp_path: Path) -> None:
     (tmp_path / "newer").write_bytes(whole)
     with pytest.raises(ProtocolError, match="a trace of version 99; this version reads 12"):
         TraceReader(str(tmp_path / "newer"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"options": {"max_num_rows": 8}}, {"options": {}}, {"block_size": 0}, {"num_blocks": 1}],
+    ids=["a name of another version", "none", "a block of no tokens", "a pool of no blocks"],
+)
+def test_a_header_that_makes_no_scheduler_is_reported(tmp_path: Path, change: dict[str, Any]) -> None:
+    recorded = Recorded(tmp_path / "trace")
+    recorded.core.close()
+    writer = TraceWriter(str(tmp_path / "damaged"))
+    writer.write(msgspec.structs.replace(header_of(str(tmp_path / "trace")), **change))
+    writer.close()
+    with pytest.raises(ProtocolError, match="damaged, its header makes no scheduler: "):
+        Replay(str(tmp_path / "damaged"))
+
+
+@pytest.mark.parametrize("decision", [[99, 0, 0], [2, 0, 0], [9, 0, 0, 77, 1], [19, 0, 0]])
+def test_a_damaged_decision_is_shown_as_such(tmp_path: Path, decision: list[int]) -> None:
+    recorded = Recorded(tmp_path / "trace")
+    recorded.add("a", list(range(9)))
+    recorded.loop()
+    recorded.core.close()
+    reader, writer = TraceReader(str(tmp_path / "trace")), TraceWriter(str(tmp_path / "damaged"))
+    for record in [reader.header, *reader]:
+        changes = {"decisions": [decision]} if isinstance(record, records.Step | records.Result) else {}
+        writer.write(msgspec.structs.replace(record, **changes))
+    writer.close()
+    assert f"a has a damaged decision: {decision}" in str(Replay(str(tmp_path / "damaged")).run().divergence)
+    assert f"Has a damaged decision: {decision}" in "".join(story("a", TraceReader(str(tmp_path / "damaged"))))
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -77,7 +77,7 @@ REASONS = ("stop", "length", "abort", "error")
 METHODS = ("forced", "ngram", "suffix", "self", "draft_model", "mtp", "eagle3")
 """Drafters: values of "method"."""
 
-Decision = list[int]
+Decision = Annotated[list[int], Meta(min_length=3)]
 """[code, request, sample, one number for each of FIELDS[code]]. DRAFTED has further numbers: how many drafts were
 accepted at the first place, at the second, ..."""
 

@@ -58,6 +58,13 @@ def describe_decisions(decisions: list[Decision], ids: dict[int, str]) -> str:
 
 def sentence(decision: Decision, ids: dict[int, str]) -> str:
     """Describe a decision in one sentence, whose subject is the sequence."""
+    try:
+        return _sentence(decision, ids)
+    except (LookupError, TypeError, ValueError):
+        return f"has a damaged decision: {decision}"
+
+
+def _sentence(decision: Decision, ids: dict[int, str]) -> str:
     code = Code(decision[0])
     if code is Code.DRAFTED:
         return _drafted(*decision[3:])
@@ -314,7 +321,7 @@ class _Story:
         if decision[0] in WAITS:
             return
         if decision[0] == Code.FINISHED:
-            self._end(self._open.copy() if REASONS[decision[3]] == "error" else decision[2:3])
+            self._end(self._open.copy() if decision[3:4] == [REASONS.index("error")] else decision[2:3])
         resumed = decision[0] == Code.ADMITTED and sample in self._preempted
         if decision[0] == Code.PREEMPTED:
             self._preempted.add(sample)

@@ -13,6 +13,7 @@ from vllm_lite.engine.core import make_scheduler
 from vllm_lite.engine.observe.recorder import Reasons, summary_of
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol.api import Generate, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.encoder import MediaContent
 from vllm_lite.protocol.params import SamplingParams
@@ -101,7 +102,11 @@ class Replay:
         self.num_ended = 0
         header = self.reader.header
         self._hasher = ReplayHasher(header.block_size)
-        self.scheduler = make_scheduler(header, self._hasher)
+        try:
+            self.scheduler = make_scheduler(header, self._hasher)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            self.reader.close()
+            raise ProtocolError(f"{path}: damaged, its header makes no scheduler: {error}") from error
         self.scheduler.meter.now_s = header.clock_s
         self._reasons = Reasons(self.scheduler)
         if check:
