@@ -107,6 +107,33 @@ def test_a_fork_is_a_request_whose_prompt_has_the_output_before_it(tmp_path: Pat
     assert [(len(each.tokens) // 4, each.output_len) for each in load] == [(5, 12), (8, 6)]
 
 
+def test_each_sample_is_a_request_with_the_same_prompt(tmp_path: Path) -> None:
+    """Together they have more tokens than a sequence may have, and one request cannot."""
+    path = tmp_path / "trace"
+    recorded = Recorded(path)
+    prompt = list(range(1, 18))
+    length = recorded.core.max_model_len - len(prompt)
+    recorded.add("samples", prompt, max_tokens=length, ignore_eos=True, n=2)
+    recorded.add("beams", prompt, max_tokens=4, ignore_eos=True, use_beam_search=True, n=2, temperature=0.0)
+    recorded.drain()
+    recorded.core.close()
+    load = load_of(Recording(str(path)).read())
+    assert [(len(each.tokens) // 4, each.output_len) for each in load] == [(17, length)] * 2 + [(17, 4)] * 2
+    assert len({each.tokens[:64] for each in load}) == 1, "but for the part of a block at the end"
+
+
+def test_a_prompt_that_was_cached_but_for_its_last_token_is_known_by_its_blocks(tmp_path: Path) -> None:
+    """The step that completes it has a token for each sequence, like one that only decodes."""
+    path = tmp_path / "trace"
+    recorded = Recorded(path)
+    for name in ("first", "again"):
+        recorded.add(name, list(range(1, 17)), max_tokens=4, ignore_eos=True)
+        recorded.drain()
+    recorded.core.close()
+    first, again = load_of(Recording(str(path)).read())
+    assert first.tokens == again.tokens
+
+
 def test_no_disk_is_made_up() -> None:
     with pytest.raises(ConfigError, match="kept nothing on a disk"):
         simulate(made_up(), {"kv_cache_dir": "/somewhere"}, load_at(5.0, 3))

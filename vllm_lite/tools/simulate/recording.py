@@ -62,7 +62,10 @@ class Recording(Replay):
         self.messages: list[TimedMessage] = []
         self.gaps_s: list[float] = []
         """Seconds from a result to the next message, while nothing was in flight but there were requests."""
-        self.requests: dict[str, RecordedRequest] = {}
+        self.requests: dict[tuple[str, int], RecordedRequest] = {}
+        """By id and sample: each sample is simulated as a request, which finds its prompt in the prefix cache."""
+        self._starting: dict[tuple[str, int], RecordedRequest] = {}
+        """Requests whose prompts no step has completed so far."""
         self.drafts: dict[tuple[int, int], list[DraftStep]] = {}
         """Steps in which each sequence could draft, by (request, sample)."""
         self.timings: list[tuple[int, int, float]] = []
@@ -110,10 +113,10 @@ class Recording(Replay):
         in_flight = self.scheduler.in_flight
         if record.digest:
             newest = in_flight.newest
-            for sequence in newest.sampling if not newest.only_decodes else ():
-                found = self.requests[sequence.request.request_id]
-                if not found.block_digests:
-                    found.block_digests = sequence.block_hashes[: found.outcome.input_len // self._block_size]
+            for sequence in newest.sampling if self._starting else ():
+                found = self._starting.pop((sequence.request.request_id, sequence.index), None)
+                if found is not None:
+                    found.block_digests += sequence.block_hashes[: found.outcome.input_len // self._block_size]
             self._unsent.append((newest.output, len(newest.sampling)))
             if newest.only_decodes and in_flight.num_unsent < self._length.steps:
                 return
@@ -163,14 +166,24 @@ class Recording(Replay):
         return [history(self.drafts.get(key, ()), tokens, self._method) for key, tokens in answers]
 
     def _has_come(self, record: records.Arrival) -> None:
-        outcome = Outcome(record.num_prompt + record.num_output)  # a fork goes on from its parent's output
-        outcome.start_s = record.clock_s
-        outcome.chunks_s = array("d")
-        self.requests[record.request_id] = RecordedRequest(outcome, adapter=record.params.adapter)
+        outputs = dict(record.samples) or dict.fromkeys(range(record.params.n), record.num_output)
+        shared = list[bytes]()  # only the first of the samples that fork from a prompt is in the step that completes it
+        for sample, num_output in outputs.items():
+            outcome = Outcome(record.num_prompt + num_output)  # it goes on from the output of its parent or its own
+            outcome.start_s = record.clock_s
+            outcome.chunks_s = array("d")
+            own = list[bytes]() if record.samples else shared
+            found = RecordedRequest(outcome, own, record.params.adapter)
+            self.requests[record.request_id, sample] = found
+            if record.samples or sample == 0:
+                self._starting[record.request_id, sample] = found
 
     def _take(self, produced: list[Produced]) -> None:
         for item in produced:
-            take(self.requests[item.request.request_id].outcome, item, self._clock_s)
+            ended = range(item.request.params.n) if item.error is not None else (item.sample,)  # an error ends all
+            for sample in ended:
+                if (found := self.requests.get((item.request.request_id, sample))) is not None:
+                    take(found.outcome, item, self._clock_s)
             if self._method:
                 self._keep(item)
 
