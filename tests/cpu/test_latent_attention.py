@@ -399,8 +399,8 @@ def test_layers_behind_the_last_are_ignored(tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "error"),
     [
-        ({"attention_bias": True}, "attention_bias true is not supported"),
-        ({"norm_topk_prob": True}, "norm_topk_prob true"),
+        ({"attention_bias": True}, "attention_bias: must be false"),
+        ({"norm_topk_prob": True}, "norm_topk_prob: must be false"),
         ({"topk_method": "group_limited_greedy", "n_group": 2}, "5 experts cannot be in 2 groups"),
         ({"num_experts_per_tok": 6}, "cannot go to 6 experts of 5"),
         ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported"),

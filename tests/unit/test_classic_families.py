@@ -86,14 +86,26 @@ def test_falcon_scales_its_alibi(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "sentence"),
     [
-        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
-        ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention true"),
-        ("OPTForCausalLM", {"ffn_dim": 96, "do_layer_norm_before": False}, "do_layer_norm_before false"),
-        ("OPTForCausalLM", {"ffn_dim": 96, "_remove_final_layer_norm": True}, "_remove_final_layer_norm true"),
-        ("OPTForCausalLM", {"ffn_dim": 96, "layer_norm_elementwise_affine": False}, "elementwise_affine false"),
+        (
+            "GPT2LMHeadModel",
+            {"scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx: must be false",
+        ),
+        ("GPT2LMHeadModel", {"add_cross_attention": True}, "add_cross_attention: must be false"),
+        ("OPTForCausalLM", {"ffn_dim": 96, "do_layer_norm_before": False}, "do_layer_norm_before: must be true"),
+        (
+            "OPTForCausalLM",
+            {"ffn_dim": 96, "_remove_final_layer_norm": True},
+            "_remove_final_layer_norm: must be false",
+        ),
+        ("OPTForCausalLM", {"ffn_dim": 96, "layer_norm_elementwise_affine": False}, "elementwise_affine: must be true"),
         ("OPTForCausalLM", {"ffn_dim": 96, "word_embed_proj_dim": 48}, "word_embed_proj_dim 48 .* hidden_size 96"),
-        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "post_layernorm true"),
-        ("FalconForCausalLM", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn 3"),
+        ("BloomForCausalLM", {"apply_residual_connection_post_layernorm": True}, "post_layernorm: must be false"),
+        (
+            "FalconForCausalLM",
+            {"num_ln_in_parallel_attn": 3},
+            "num_ln_in_parallel_attn: must be one of 1, 2, but it is 3",
+        ),
     ],
 )
 def test_unsupported_variants_are_refused_by_name(

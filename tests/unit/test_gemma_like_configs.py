@@ -115,7 +115,10 @@ def test_glm_turns_half_of_each_head(tmp_path: Path) -> None:
     ("raw", "words"),
     [
         (GEMMA_2_2B | {"hidden_activation": "mish"}, "hidden_activation 'mish' is not supported; supported: silu"),
-        (GEMMA_3_1B | {"use_bidirectional_attention": True}, "use_bidirectional_attention True is not supported"),
+        (
+            GEMMA_3_1B | {"use_bidirectional_attention": True},
+            "use_bidirectional_attention: must be false, but it is True",
+        ),
         (GEMMA_2_2B | {"sliding_window": None}, "layer_types has sliding_attention, but sliding_window is not set"),
         (GEMMA_2B | {"layer_types": ["sliding_attention"] * 18}, "sliding_attention, but sliding_window is not set"),
         (GEMMA_3_1B | {"sliding_window_pattern": 0}, "sliding_window_pattern: Expected `int` >= 1, but it is 0"),

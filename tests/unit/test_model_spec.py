@@ -435,19 +435,19 @@ def test_kimi_is_read_as_it_is_published_and_as_transformers_writes_it(tmp_path)
 @pytest.mark.parametrize(
     ("architecture", "changes", "says"),
     [
-        ("ApertusForCausalLM", {"hidden_act": "silu"}, "hidden_act silu is not supported; it must be xielu"),
-        ("ApertusForCausalLM", {"hidden_act": "xielu", "post_norm": True}, "post_norm True"),
+        ("ApertusForCausalLM", {"hidden_act": "silu"}, "hidden_act: must be xielu, but it is 'silu'"),
+        ("ApertusForCausalLM", {"hidden_act": "xielu", "post_norm": True}, "post_norm: must be false, but it is True"),
         ("DeepseekV32ForCausalLM", LATENT | {"q_lora_rank": None}, "q_lora_rank is missing"),
         ("DeepseekV32ForCausalLM", LATENT | {"index_head_dim": 6}, "index_head_dim 6 is less than qk_rope_head_dim 8"),
         ("FalconH1ForCausalLM", {"mamba_rms_norm": True}, "mamba_norm_before_gate true is not supported"),
         ("FalconH1ForCausalLM", {"mamba_n_heads": 7}, "mamba_n_heads 7 of 146 elements are not mamba_d_ssm 1024"),
         ("FalconH1ForCausalLM", {"mamba_n_groups": 3}, "mamba_n_groups 3 does not divide mamba_n_heads 128"),
-        ("FalconH1ForCausalLM", {"projectors_bias": True}, "projectors_bias true"),
+        ("FalconH1ForCausalLM", {"projectors_bias": True}, "projectors_bias: must be false, but it is True"),
         ("FalconH1ForCausalLM", {"ssm_multipliers": [1.0]}, "ssm_multipliers"),
         ("GlmMoeDsaForCausalLM", LATENT | {"indexer_types": ["full"]}, "indexer_types full must have full or shared"),
         ("GlmMoeDsaForCausalLM", LATENT | {"index_topk_pattern": "SF" * 16}, "and full for the first"),
         ("GlmMoeDsaForCausalLM", LATENT | {"index_topk_pattern": "FX" * 16}, "indexer_types full, X"),
-        ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}, "use_qk_norm false"),
+        ("HunYuanDenseV1ForCausalLM", {"use_qk_norm": False}, "use_qk_norm: must be true, but it is False"),
         (
             "HunYuanDenseV1ForCausalLM",
             {"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "alpha": 10.0}},
@@ -459,13 +459,17 @@ def test_kimi_is_read_as_it_is_published_and_as_transformers_writes_it(tmp_path)
             {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 130},
             "rotary_dim 130 is more than head_dim 128",
         ),
-        ("Lfm3ForCausalLM", {"use_sandwich_norm": False}, "use_sandwich_norm False"),
+        ("Lfm3ForCausalLM", {"use_sandwich_norm": False}, "use_sandwich_norm: must be true, but it is False"),
         ("Lfm3ForCausalLM", {"num_hidden_layers": 1, "layer_types": ["mamba"]}, "layer_types mamba not supported"),
         ("Mamba2ForCausalLM", {"num_heads": 32, "n_groups": 8}, "n_groups 8"),
         ("Mamba2ForCausalLM", {"num_heads": 3, "n_groups": 1}, "3 num_heads of 128 are not expand"),
         ("MuseGlimmerForConditionalGeneration", {"layer_rope_theta": [0]}, "layer_rope_theta has 1 entries for 32"),
         ("MuseGlimmerForConditionalGeneration", {"layer_rope_theta": [0, 5] * 16}, "layer_rope_theta 5.0 is not"),
-        ("MuseGlimmerForConditionalGeneration", {"attention_bias": True}, "attention_bias true"),
+        (
+            "MuseGlimmerForConditionalGeneration",
+            {"attention_bias": True},
+            "attention_bias: must be false, but it is True",
+        ),
     ],
 )
 def test_newer_families_refuse_by_name(tmp_path, architecture, changes, says):

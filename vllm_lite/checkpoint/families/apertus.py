@@ -1,14 +1,12 @@
 """Apertus: Llama with norms on Q and K, and ungated MLPs with a trained activation (xIELU)."""
 
-from typing import Any
+from typing import Any, Literal
 
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.typed_json import Positive
-from vllm_lite.errors import ModelError
 
-XIELU = "xielu"
 ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 12e6,
@@ -21,21 +19,19 @@ ROPE: dict[str, Any] = {
 
 
 class ApertusConfig(LlamaConfig, kw_only=True):
-    hidden_act: str = XIELU
+    hidden_act: Literal["xielu"] = "xielu"
     rms_norm_eps: Positive = 1e-5
-    qk_norm: bool = True
-    post_norm: bool = False
+    mlp_bias: Literal[False] = False
+    qk_norm: Literal[True] = True
+    post_norm: Literal[False] = False
 
 
 def _apertus(architecture: str, raw: ApertusConfig) -> ModelSpec:
-    for name, value in {"hidden_act": XIELU, "qk_norm": True, "post_norm": False, "mlp_bias": False}.items():
-        if getattr(raw, name) != value:
-            raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value} in this family")
     if raw.rope_parameters is None and raw.rope_scaling is None:
         raw.rope_parameters = ROPE if raw.rope_theta is None else ROPE | {"rope_theta": raw.rope_theta}
     layers = llama_layers(raw, full_attention(raw), theta=ROPE["rope_theta"])
     weights = 4 * len(layers)  # parameters of the activations
-    own = {"qk_norm": "head", "gated_mlp": False, "activation": XIELU, "extra_parameters": weights}
+    own = {"qk_norm": "head", "gated_mlp": False, "activation": "xielu", "extra_parameters": weights}
     return llama_like(architecture, raw, layers, **own)
 
 

@@ -1,5 +1,7 @@
 """BERT, RoBERTa, XLM-RoBERTa and CamemBERT: learned positions, norms after the blocks, biases everywhere."""
 
+from typing import Literal
+
 from vllm_lite.checkpoint.families.common import EncoderParts, Family, RawConfig, attention_of, encoder, equal_layers
 from vllm_lite.checkpoint.layer_specs.pooling import HeadSpec
 from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
@@ -16,7 +18,7 @@ class BertConfig(RawConfig, kw_only=True):
     layer_norm_eps: Positive = 1e-12
     type_vocab_size: Size = 2
     pad_token_id: TokenId | None = 0
-    position_embedding_type: str = "absolute"
+    position_embedding_type: Literal["absolute"] = "absolute"
 
 
 class RobertaConfig(BertConfig, kw_only=True):
@@ -26,8 +28,6 @@ class RobertaConfig(BertConfig, kw_only=True):
 
 def encoder_like_bert(architecture: str, raw: BertConfig, offset: int, head: HeadSpec) -> ModelSpec:
     """Make the spec of an encoder. `offset`: number of rows of the position table before that of the first token."""
-    if raw.position_embedding_type != "absolute":
-        raise ModelError(f"position_embedding_type {raw.position_embedding_type!r} is not supported; absolute is")
     longest = raw.max_position_embeddings - offset
     if longest < 1:
         raise ModelError(f"max_position_embeddings {raw.max_position_embeddings} leaves no position after {offset}")

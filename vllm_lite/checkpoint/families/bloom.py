@@ -1,6 +1,7 @@
 """BLOOM, Falcon and GPT-NeoX (Pythia): Q, K and V in one tensor, LayerNorms with biases, MLPs without a gate."""
 
 import struct
+from typing import Literal
 
 import msgspec
 
@@ -15,7 +16,6 @@ from vllm_lite.checkpoint.families.common import (
 )
 from vllm_lite.checkpoint.model_spec import AttentionSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
-from vllm_lite.errors import ModelError
 
 NEOX_PARTIAL_ROTARY_FACTOR = 0.25
 
@@ -25,7 +25,7 @@ class BloomConfig(OlderConfig, kw_only=True):
     """Length of the training sequences, which checkpoints call seq_length; ALiBi itself has no limit."""
     bos_token_id: TokenId | None = 1
     eos_token_id: TokenId | list[TokenId] | None = 2
-    apply_residual_connection_post_layernorm: bool = False
+    apply_residual_connection_post_layernorm: Literal[False] = False
 
 
 class FalconConfig(OlderConfig, kw_only=True):
@@ -39,7 +39,7 @@ class FalconConfig(OlderConfig, kw_only=True):
     multi_query: bool = True
     new_decoder_architecture: bool = False
     parallel_attn: bool = True
-    num_ln_in_parallel_attn: Size | None = None
+    num_ln_in_parallel_attn: Literal[1, 2] | None = None
 
 
 class GPTNeoXConfig(RawConfig, kw_only=True):
@@ -59,8 +59,6 @@ def _with_alibi(attention: AttentionSpec, factor: float = 1.0) -> AttentionSpec:
 
 
 def _bloom(architecture: str, raw: BloomConfig) -> ModelSpec:
-    if raw.apply_residual_connection_post_layernorm:
-        raise ModelError("apply_residual_connection_post_layernorm true is not supported; it must be false")
     return decoder(
         architecture,
         raw,
@@ -79,8 +77,6 @@ def _bloom(architecture: str, raw: BloomConfig) -> ModelSpec:
 def _falcon(architecture: str, raw: FalconConfig) -> ModelSpec:
     """Read a Falcon, which adds ALiBi before scores are scaled."""
     newer = raw.new_decoder_architecture
-    if raw.num_ln_in_parallel_attn not in (None, 1, 2):
-        raise ModelError(f"num_ln_in_parallel_attn {raw.num_ln_in_parallel_attn} is not supported; it must be 1 or 2")
     if not newer:
         raw.num_key_value_heads = 1 if raw.multi_query else None
     attention = attention_of(raw)

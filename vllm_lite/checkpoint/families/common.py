@@ -27,7 +27,8 @@ from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 from vllm_lite.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""The values of `layer_types`."""
+KEEP_KV = {FULL, SLIDING, "attention"}
+"""The values of `layer_types` for layers with attention."""
 ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -41,7 +42,8 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class RawConfig(msgspec.Struct, kw_only=True):
-    """Keys that are read for every family; a family adds its own. All others are ignored."""
+    """Keys that are read for every family; a family adds its own, also those that must have a value (Literal). All
+    others are ignored."""
 
     vocab_size: Size
     hidden_size: Size
@@ -186,15 +188,17 @@ def rope_of(raw: RawConfig, head_size: int, **options: Any) -> Rope:
 def layer_types_of(
     raw: RawConfig, default: Callable[[int], str] = lambda _: FULL, known: tuple[str, ...] = (FULL, SLIDING)
 ) -> list[str]:
-    """The type of each layer, one of `known`, by config.json or by `default`."""
+    """The type of each layer, one of `known`, by config.json or by `default`. Raises ModelError if none keeps KV."""
     types = raw.layer_types
     if types is None:
-        return [default(layer) for layer in range(raw.num_hidden_layers)]
+        types = [default(layer) for layer in range(raw.num_hidden_layers)]
     others = sorted(set(types) - set(known))
     if others:
         raise ModelError(f"layer_types {', '.join(others)} not supported; supported: {', '.join(known)}")
     if len(types) != raw.num_hidden_layers:
         raise ModelError(f"layer_types has {len(types)} entries for {raw.num_hidden_layers} layers")
+    if not KEEP_KV & set(types):
+        raise ModelError(f"layer_types has no {FULL}; at least one layer must keep KV")
     return types
 
 

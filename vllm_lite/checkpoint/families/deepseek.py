@@ -10,7 +10,6 @@ from vllm_lite.checkpoint.layer_specs.latent import LatentSpec
 from vllm_lite.checkpoint.layer_specs.rope import yarn_magnitude
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, QueryGrowth
 from vllm_lite.checkpoint.typed_json import Positive, Size
-from vllm_lite.errors import ModelError
 
 
 class DeepseekConfig(RawConfig, kw_only=True):
@@ -29,12 +28,13 @@ class DeepseekConfig(RawConfig, kw_only=True):
     n_group: Size | None = None
     topk_group: Size | None = None
     first_k_dense_replace: Index = 0
-    attention_bias: bool = False
+    attention_bias: Literal[False] = False
 
 
 class DeepseekV2Config(DeepseekConfig, kw_only=True):
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
-    norm_topk_prob: bool = False
+    norm_topk_prob: Literal[False] = False
+    """Implementations of V2 interpret true differently."""
     scoring_func: Literal["softmax"] = "softmax"
 
 
@@ -46,8 +46,6 @@ class DeepseekV3Config(DeepseekConfig, kw_only=True):
 
 
 def _v2(architecture: str, raw: DeepseekV2Config) -> ModelSpec:
-    if raw.norm_topk_prob:
-        raise ModelError("norm_topk_prob true is not supported: implementations of V2 interpret it differently")
     if raw.topk_method == "greedy":
         raw.n_group = raw.topk_group = None
     return latent_decoder(architecture, raw, grouped_routing_of(raw), interleaved=True)
@@ -70,8 +68,6 @@ def latent_decoder(
 ) -> ModelSpec:
     """Make the spec of a decoder with latent attention. `sparse`: for each layer whether it has experts; None = all but
     the first `first_k_dense_replace`."""
-    if raw.attention_bias:
-        raise ModelError("attention_bias true is not supported with latent attention; it must be false")
     latent = LatentSpec(
         raw.kv_lora_rank, raw.qk_nope_head_dim, raw.qk_rope_head_dim, raw.v_head_dim, query_rank=raw.q_lora_rank
     )

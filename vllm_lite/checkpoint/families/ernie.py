@@ -1,7 +1,7 @@
 """ERNIE 4.5: Llama with interleaved rope and one switch for all biases; with or without experts."""
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -11,7 +11,6 @@ from vllm_lite.checkpoint.families.mixture import Index, NumExperts, routing_of,
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
-from vllm_lite.errors import ModelError
 
 WithExperts = Callable[[tuple[LayerSpec, ...]], tuple[LayerSpec, ...]]
 
@@ -26,6 +25,7 @@ class ErnieConfig(LlamaConfig, kw_only=True):
 class ErnieMoeConfig(ErnieConfig, kw_only=True):
     num_key_value_heads: Size | None = 4
     head_dim: Size | None = None
+    use_bias: Literal[False] | None = False
     moe_num_experts: NumExperts = 64
     moe_k: NumExperts = 6
     moe_intermediate_size: Size = 1536
@@ -46,8 +46,6 @@ def _ernie(architecture: str, raw: ErnieConfig, experts: WithExperts | None = No
 def _ernie_moe(architecture: str, raw: ErnieMoeConfig) -> ModelSpec:
     """Read an ERNIE with experts. transformers divides by max(sum, moe_norm_min); here moe_norm_min is added to the
     sum, which is equivalent as sums are far larger."""
-    if raw.use_bias:
-        raise ModelError("use_bias true is not supported in a model with experts; it must be false")
     routing = routing_of(raw.moe_num_experts, raw.moe_k, renormalize=True, epsilon=raw.moe_norm_min, choice_bias=True)
     experts = ExpertsSpec(routing, raw.moe_intermediate_size, raw.moe_num_shared_experts * raw.moe_intermediate_size)
     end = raw.num_hidden_layers - 1 if raw.moe_layer_end_index == -1 else raw.moe_layer_end_index

@@ -16,7 +16,6 @@ from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
 
 Factors = Annotated[list[Positive], Meta(min_length=5, max_length=5)]
-REFUSED = ("attention_bias", "projectors_bias", "mlp_bias", "mamba_proj_bias")
 
 
 class FalconH1Config(RawConfig, kw_only=True):
@@ -29,14 +28,14 @@ class FalconH1Config(RawConfig, kw_only=True):
     mamba_d_state: Size = 256
     mamba_d_conv: ConvSize = 4
     mamba_expand: Size = 2
-    mamba_conv_bias: bool = True
+    mamba_conv_bias: Literal[True] = True
     mamba_rms_norm: bool = False
     mamba_norm_before_gate: bool = True
     time_step_limit: Limits = None
-    attention_bias: bool = False
-    projectors_bias: bool = False
-    mlp_bias: bool = False
-    mamba_proj_bias: bool = False
+    attention_bias: Literal[False] = False
+    projectors_bias: Literal[False] = False
+    mlp_bias: Literal[False] = False
+    mamba_proj_bias: Literal[False] = False
     lm_head_multiplier: Positive = 1.0
     embedding_multiplier: Positive = 1.0
     mlp_multipliers: Annotated[list[Positive], Meta(min_length=2, max_length=2)] | None = None
@@ -73,11 +72,6 @@ def _mamba(raw: FalconH1Config) -> MambaSpec:
 
 
 def _falcon(architecture: str, raw: FalconH1Config) -> ModelSpec:
-    for name in REFUSED:
-        if getattr(raw, name):
-            raise ModelError(f"{name} true is not supported in this family; it must be false")
-    if not raw.mamba_conv_bias:
-        raise ModelError("mamba_conv_bias false is not supported; it must be true")
     attention, read = attention_of(raw), raw.attention_in_multiplier
     attention = msgspec.structs.replace(attention, scale=attention.scale * raw.key_multiplier * read * read)
     layer = LayerSpec(attention, rope_of(raw, attention.head_size), recurrent=_mamba(raw))

@@ -1,6 +1,6 @@
 """Gemma 1, 2 and 3: norm weights stored as differences from 1, token embeddings times sqrt(hidden_size)."""
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec.structs import replace
 
@@ -20,7 +20,6 @@ from vllm_lite.checkpoint.families.common import (
 )
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
-from vllm_lite.errors import ModelError
 
 TANH = "gelu_pytorch_tanh"
 SLIDING_THETA, FULL_THETA = 1e4, 1e6
@@ -34,7 +33,7 @@ class GemmaConfig(RawConfig, kw_only=True):
     rms_norm_eps: Positive = 1e-6
     attention_bias: bool = False
     tie_word_embeddings: bool = True
-    use_bidirectional_attention: bool | None = None
+    use_bidirectional_attention: Literal[False] | None = None
 
 
 class Gemma2Config(GemmaConfig, kw_only=True):
@@ -63,8 +62,6 @@ class Gemma3Config(Gemma2Config, kw_only=True):
 
 
 def _decoder(architecture: str, raw: GemmaConfig, layers: tuple[LayerSpec, ...], **own: Any) -> ModelSpec:
-    if raw.use_bidirectional_attention:
-        raise ModelError("use_bidirectional_attention True is not supported; only models that write text are")
     norm = NormSpec(raw.rms_norm_eps, "wide rms", plus_one=True)
     biases = {"qkv_bias": raw.attention_bias, "output_bias": raw.attention_bias}
     scale = raw.hidden_size**0.5

@@ -52,7 +52,7 @@ class Gemma4Config(RawConfig, kw_only=True):
     attention_bias: bool = False
     sliding_window: Size = 512
     final_logit_softcapping: Positive | None = None
-    use_bidirectional_attention: Literal["all", "vision"] | None = None
+    use_bidirectional_attention: Literal["vision"] | None = None
     global_head_dim: Size | None = None
     num_global_key_value_heads: Size | None = None
     per_layer_config: dict[str, dict[str, Size]] | None = None
@@ -146,8 +146,6 @@ def _parameters(raw: Gemma4Config) -> int:
 
 
 def _gemma4(architecture: str, raw: Gemma4Config) -> ModelSpec:
-    if raw.use_bidirectional_attention == "all":
-        raise ModelError("use_bidirectional_attention 'all' is not supported; only models that write text are")
     size, rows = raw.hidden_size_per_layer_input, raw.vocab_size_per_layer_input or raw.vocab_size
     if size and rows != raw.vocab_size:
         raise ModelError(f"vocab_size_per_layer_input {rows} is not supported; it must be vocab_size {raw.vocab_size}")

@@ -1,5 +1,7 @@
 """GPT-2 and OPT: learned positions, which bound the context by the table's rows, and biases in every layer."""
 
+from typing import Literal
+
 import msgspec
 
 from vllm_lite.checkpoint.families.common import Family, OlderConfig, RawConfig, attention_of, decoder, equal_layers
@@ -19,8 +21,8 @@ class GPT2Config(OlderConfig, kw_only=True):
     bos_token_id: TokenId | None = 50256
     eos_token_id: TokenId | list[TokenId] | None = 50256
     scale_attn_weights: bool = True
-    scale_attn_by_inverse_layer_idx: bool = False
-    add_cross_attention: bool = False
+    scale_attn_by_inverse_layer_idx: Literal[False] = False
+    add_cross_attention: Literal[False] = False
 
 
 class OPTConfig(RawConfig, kw_only=True):
@@ -32,9 +34,9 @@ class OPTConfig(RawConfig, kw_only=True):
     eos_token_id: TokenId | list[TokenId] | None = 2
     word_embed_proj_dim: Size | None = None
     enable_bias: bool = True
-    do_layer_norm_before: bool = True
-    layer_norm_elementwise_affine: bool = True
-    remove_final_layer_norm: bool = msgspec.field(default=False, name="_remove_final_layer_norm")
+    do_layer_norm_before: Literal[True] = True
+    layer_norm_elementwise_affine: Literal[True] = True
+    remove_final_layer_norm: Literal[False] = msgspec.field(default=False, name="_remove_final_layer_norm")
 
 
 def _learned(architecture: str, raw: RawConfig, eps: float, inner: int, *, offset: int, scaled: bool) -> ModelSpec:
@@ -56,19 +58,11 @@ def _learned(architecture: str, raw: RawConfig, eps: float, inner: int, *, offse
 
 
 def _gpt2(architecture: str, raw: GPT2Config) -> ModelSpec:
-    for key in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
-        if getattr(raw, key):
-            raise ModelError(f"{key} true is not supported; it must be false")
     inner = raw.n_inner or 4 * raw.hidden_size
     return _learned(architecture, raw, raw.layer_norm_epsilon, inner, offset=0, scaled=raw.scale_attn_weights)
 
 
 def _opt(architecture: str, raw: OPTConfig) -> ModelSpec:
-    if not raw.do_layer_norm_before or raw.remove_final_layer_norm:
-        key = "_remove_final_layer_norm true" if raw.do_layer_norm_before else "do_layer_norm_before false"
-        raise ModelError(f"{key} is not supported; norms must be before each block and after the last")
-    if not raw.layer_norm_elementwise_affine:
-        raise ModelError("layer_norm_elementwise_affine false is not supported; norms must have weights")
     if raw.word_embed_proj_dim not in (None, raw.hidden_size):
         raise ModelError(
             f"word_embed_proj_dim {raw.word_embed_proj_dim} is not supported; it must be hidden_size {raw.hidden_size}"

@@ -57,9 +57,9 @@ class GraniteHybridConfig(GraniteMoeConfig, kw_only=True):
     mamba_d_state: Size = 256
     mamba_d_conv: ConvSize = 4
     mamba_expand: Size = 2
-    mamba_n_groups: Size = 1
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
+    mamba_n_groups: Literal[1] = 1
+    mamba_conv_bias: Literal[True] = True
+    mamba_proj_bias: Literal[False] = False
     time_step_limit: Limits = None
 
 
@@ -91,10 +91,6 @@ def _granite_moe(architecture: str, raw: GraniteMoeConfig) -> ModelSpec:
 
 
 def _mamba(raw: GraniteHybridConfig) -> MambaSpec:
-    usual = {"mamba_n_groups": 1, "mamba_conv_bias": True, "mamba_proj_bias": False}
-    for name, value in usual.items():
-        if getattr(raw, name) != value:
-            raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value}")
     inner = raw.mamba_expand * raw.hidden_size
     head_size = inner // raw.mamba_n_heads if raw.mamba_d_head == "auto" else raw.mamba_d_head
     if raw.mamba_n_heads * head_size != inner:
@@ -108,8 +104,6 @@ def _hybrid(architecture: str, raw: GraniteHybridConfig) -> ModelSpec:
     rope = rope_of(raw, attention.head_size) if raw.position_embedding_type == "rope" else None
     full, mamba = LayerSpec(attention, rope), LayerSpec(attention, None, recurrent=_mamba(raw))
     types = layer_types_of(raw, lambda _: RECURRENT[0], (*ATTENTION, *RECURRENT))
-    if not set(types) & set(ATTENTION):
-        raise ModelError(f"layer_types has no {ATTENTION[0]}; at least one layer must keep KV")
     layers = tuple(full if kind in ATTENTION else mamba for kind in types)
     if raw.num_local_experts:
         routing = routing_of(raw.num_local_experts, raw.num_experts_per_tok, renormalize=True)

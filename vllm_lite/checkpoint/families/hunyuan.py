@@ -1,6 +1,6 @@
 """HunYuan's dense models: Llama with norms on Q and K after rope, and a theta scaled by a fixed alpha."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,7 +14,7 @@ from vllm_lite.errors import ModelError
 
 class HunYuanConfig(LlamaConfig, kw_only=True):
     rms_norm_eps: Positive = 1e-5
-    use_qk_norm: bool = True
+    use_qk_norm: Literal[True] = True
 
 
 class _Stretch(msgspec.Struct):
@@ -42,8 +42,6 @@ def _stretched(raw: HunYuanConfig, values: dict[str, Any] | None) -> dict[str, A
 
 
 def _hunyuan(architecture: str, raw: HunYuanConfig) -> ModelSpec:
-    if not raw.use_qk_norm:
-        raise ModelError("use_qk_norm false is not supported; Q and K are normed in this family")
     raw.rope_parameters, raw.rope_scaling = _stretched(raw, raw.rope_parameters), _stretched(raw, raw.rope_scaling)
     return llama_like(architecture, raw, llama_layers(raw, full_attention(raw)), qk_norm="head", mlp_bias=False)
 

@@ -1,7 +1,7 @@
 """LFM2: gated short convolutions, and full attention with normed heads every few layers; with or without experts."""
 
 from math import ceil
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -19,7 +19,6 @@ from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
-from vllm_lite.errors import ModelError
 
 CONV = "conv"
 THETA = 1e6
@@ -34,7 +33,7 @@ class Lfm2Config(RawConfig, kw_only=True):
     block_multiple_of: Size = 256
     norm_eps: Positive = 1e-5
     conv_L_cache: Annotated[int, Meta(ge=2, le=16)] = 3  # noqa: N815 (the file's)
-    conv_bias: bool = False
+    conv_bias: Literal[False] = False
     full_attn_idxs: list[Annotated[int, Meta(ge=0)]] | None = None
     tie_word_embeddings: bool = True
     tie_embedding: bool | None = None
@@ -65,15 +64,11 @@ def _inner(raw: Lfm2Config) -> int:
 
 
 def _layers(raw: Lfm2Config) -> tuple[LayerSpec, ...]:
-    if raw.conv_bias:
-        raise ModelError("conv_bias true is not supported; convolutions have no bias in this family")
     attention = attention_of(raw)
     full = LayerSpec(attention, rope_of(raw, attention.head_size, theta=THETA))
     conv = LayerSpec(attention, None, recurrent=ShortConvSpec(raw.hidden_size, raw.conv_L_cache))
     indices = raw.full_attn_idxs
     types = layer_types_of(raw, lambda layer: FULL if indices is None or layer in indices else CONV, (FULL, CONV))
-    if FULL not in types:
-        raise ModelError(f"layer_types has no {FULL}; at least one layer must keep KV")
     return tuple(full if kind == FULL else conv for kind in types)
 
 

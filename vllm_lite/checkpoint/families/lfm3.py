@@ -1,6 +1,6 @@
 """LFM3: LFM2's short convolutions, sliding and full attention, a norm after each block, and a gate per head."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -19,7 +19,6 @@ from vllm_lite.checkpoint.families.lfm2 import CONV
 from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
-from vllm_lite.errors import ModelError
 
 THETAS = {SLIDING: 1e4, FULL: 1e6}
 ROPES: dict[str, Any] = {SLIDING: {}, FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5}}
@@ -31,10 +30,10 @@ class Lfm3Config(RawConfig, kw_only=True):
     head_dim: Size | None = 128
     norm_eps: Positive = 1e-5
     conv_L_cache: Annotated[int, Meta(ge=2, le=16)] = 7  # noqa: N815 (the file's)
-    conv_bias: bool = False
-    attention_bias: bool = False
+    conv_bias: Literal[False] = False
+    attention_bias: Literal[False] = False
     sliding_window: Size | None = 256
-    use_sandwich_norm: bool = True
+    use_sandwich_norm: Literal[True] = True
     use_attention_gate: bool = True
     tie_word_embeddings: bool = True
 
@@ -45,9 +44,6 @@ def _kind(layer: int) -> str:
 
 
 def _lfm3(architecture: str, raw: Lfm3Config) -> ModelSpec:
-    for name, value in {"conv_bias": False, "attention_bias": False, "use_sandwich_norm": True}.items():
-        if getattr(raw, name) is not value:
-            raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value} in this family")
     raw.rope_parameters = raw.rope_parameters or ROPES
     attention, types = attention_of(raw), layer_types_of(raw, _kind, (FULL, SLIDING, CONV))
     ropes = ropes_by_type(raw, attention.head_size, THETAS)

@@ -1,6 +1,6 @@
 """Mamba-2: every layer has a recurrent state and none has attention, so there is no KV cache."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -23,25 +23,16 @@ class Mamba2Config(RawConfig, kw_only=True):
     n_groups: Size = 8
     conv_kernel: ConvSize = 4
     layer_norm_epsilon: Positive = 1e-5
-    use_bias: bool = False
-    use_conv_bias: bool = True
-    rms_norm: bool = True
-    norm_before_gate: bool = False
+    hidden_act: Literal["silu"] = "silu"
+    use_bias: Literal[False] = False
+    use_conv_bias: Literal[True] = True
+    rms_norm: Literal[True] = True
+    norm_before_gate: Literal[False] = False
     time_step_limit: Limits = None
     num_hidden_layers: Annotated[int, Meta(ge=1, le=10_000)] = 64
 
 
 def _mamba2(architecture: str, raw: Mamba2Config) -> ModelSpec:
-    usual = {
-        "use_bias": False,
-        "use_conv_bias": True,
-        "rms_norm": True,
-        "norm_before_gate": False,
-        "hidden_act": "silu",
-    }
-    for name, value in usual.items():
-        if getattr(raw, name) != value:
-            raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value}")
     if raw.n_groups != 1:
         raise ModelError(
             f"n_groups {raw.n_groups} is not supported; it must be 1: implementations norm different groups"

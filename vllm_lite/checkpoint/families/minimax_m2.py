@@ -1,5 +1,7 @@
 """MiniMax M2: Llama with rope on a part of each head, norms over all heads, and sigmoid routing."""
 
+from typing import Literal
+
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
@@ -17,15 +19,12 @@ class MiniMaxM2Config(LlamaConfig, kw_only=True):
     num_experts_per_tok: NumExperts
     rotary_dim: Size | None = None
     """Number of rotated elements of each head."""
-    use_qk_norm: bool = True
-    use_routing_bias: bool = True
-    scoring_func: str = "sigmoid"
+    use_qk_norm: Literal[True] = True
+    use_routing_bias: Literal[True] = True
+    scoring_func: Literal["sigmoid"] = "sigmoid"
 
 
 def _minimax(architecture: str, raw: MiniMaxM2Config) -> ModelSpec:
-    for name, value in {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}.items():
-        if getattr(raw, name) != value:
-            raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value}")
     size = raw.head_dim or HEAD_DIM
     if raw.rotary_dim is not None and raw.rotary_dim > size:
         raise ModelError(f"rotary_dim {raw.rotary_dim} is more than head_dim {size}")

@@ -3,7 +3,7 @@
 Q and K are normed without a weight, and Q is then multiplied by a constant, which is folded into the scale of scores.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -30,7 +30,7 @@ class MuseGlimmerConfig(RawConfig, kw_only=True):
     head_dim: Size | None = 128
     rms_norm_eps: Positive = 1e-5
     post_norm_eps: Positive = 1e-8
-    attention_bias: bool = False
+    attention_bias: Literal[False] = False
     sliding_window: Size | None = 2048
     final_logit_softcapping: Positive = 20.0
     output_multiplier: Positive = 0.19611613513818404
@@ -52,8 +52,6 @@ def _is_rotated(raw: MuseGlimmerConfig, theta: float) -> list[bool]:
 
 
 def _muse(architecture: str, raw: MuseGlimmerConfig) -> ModelSpec:
-    if raw.attention_bias:
-        raise ModelError("attention_bias true is not supported in this family; it must be false")
     heads, count = attention_of(raw), raw.num_hidden_layers
     heads = msgspec.structs.replace(heads, scale=heads.scale * raw.qk_scale_factor)
     rope = rope_of(raw, heads.head_size, theta=DEFAULT_THETA)

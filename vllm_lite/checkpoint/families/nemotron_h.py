@@ -5,7 +5,7 @@ MLP with squared relu, or experts with such MLPs.
 bound in prompts and none in decode steps; the models' own code, used in training, has no bounds.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -33,11 +33,11 @@ class NemotronHConfig(RawConfig, kw_only=True):
     head_dim: Size | None = 128
     intermediate_size: Size = 21504
     layer_norm_epsilon: Positive = 1e-5
-    attention_bias: bool = False
+    attention_bias: Literal[False] = False
     mlp_bias: bool = False
-    use_bias: bool = False
-    use_conv_bias: bool = True
-    mamba_hidden_act: str = "silu"
+    use_bias: Literal[False] = False
+    use_conv_bias: Literal[True] = True
+    mamba_hidden_act: Literal["silu"] = "silu"
     mamba_num_heads: Size = 128
     mamba_head_dim: Size = 64
     ssm_state_size: Size = 128
@@ -48,7 +48,7 @@ class NemotronHConfig(RawConfig, kw_only=True):
     num_experts_per_tok: NumExperts = 2
     moe_intermediate_size: Size = 7688
     moe_shared_expert_intermediate_size: Size = 7688
-    moe_latent_size: Size | None = None
+    moe_latent_size: None = None
     routed_scaling_factor: Positive = 1.0
     n_group: NumExperts = 1
     topk_group: NumExperts = 1
@@ -67,10 +67,7 @@ def _kinds(raw: NemotronHConfig) -> list[str]:
             raise ModelError(f"hybrid_override_pattern has {', '.join(unknown)}; known: {', '.join(LETTERS)}")
         kinds = [LETTERS[letter] for letter in letters]
     known = (*LETTERS.values(),)
-    kinds = layer_types_of(msgspec.structs.replace(raw, layer_types=kinds, num_hidden_layers=len(kinds)), known=known)
-    if FULL not in kinds:
-        raise ModelError(f"layer_types has no {FULL}; at least one layer must keep KV")
-    return kinds
+    return layer_types_of(msgspec.structs.replace(raw, layer_types=kinds, num_hidden_layers=len(kinds)), known=known)
 
 
 def _mamba(raw: NemotronHConfig) -> MambaSpec:
@@ -92,10 +89,6 @@ def _experts(raw: NemotronHConfig) -> ExpertsSpec:
 
 
 def _nemotron(architecture: str, raw: NemotronHConfig) -> ModelSpec:
-    usual = {"attention_bias": False, "use_bias": False, "use_conv_bias": True, "mamba_hidden_act": "silu"}
-    for name, value in (usual | {"moe_latent_size": None}).items():
-        if getattr(raw, name) != value:
-            raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value}")
     attention, kinds = attention_of(raw), _kinds(raw)
     both = LayerSpec(attention, None)
     layers = {

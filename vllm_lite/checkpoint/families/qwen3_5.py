@@ -4,7 +4,7 @@ For models that also take images, this is the text part. Norm weights are stored
 recurrent layers.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
@@ -38,7 +38,7 @@ class Qwen35Config(RawConfig, kw_only=True):
     linear_value_head_dim: Size = 128
     linear_num_key_heads: Size = 16
     linear_num_value_heads: Size = 32
-    attn_output_gate: bool = True
+    attn_output_gate: Literal[True] = True
     attention_bias: bool = False
 
 
@@ -64,16 +64,12 @@ def _recurrent(raw: Qwen35Config) -> DeltaNetSpec:
 
 def hybrid_layers(raw: Qwen35Config) -> tuple[LayerSpec, ...]:
     """The layers by their types, without experts."""
-    if not raw.attn_output_gate:
-        raise ModelError("attn_output_gate false is not supported; full attention has a gate in this family")
     attention = attention_of(raw, default_head_dim=HEAD_DIM)
     rope = rope_of(raw, attention.head_size, partial_rotary_factor=ROTATED)
     full = LayerSpec(attention, rope, output_gate="elements beside Q")
     linear = LayerSpec(attention, None, recurrent=_recurrent(raw))
     interval = raw.full_attention_interval
     types = layer_types_of(raw, lambda layer: LINEAR if (layer + 1) % interval else FULL, (FULL, LINEAR))
-    if FULL not in types:
-        raise ModelError(f"layer_types has no {FULL}; at least one layer must keep KV")
     return tuple(full if kind == FULL else linear for kind in types)
 
 
@@ -88,10 +84,13 @@ def _dense(architecture: str, raw: Qwen35DenseConfig) -> ModelSpec:
     return hybrid_decoder(architecture, raw, hybrid_layers(raw), raw.intermediate_size)
 
 
+def experts_of(raw: Qwen35MoeConfig, *, renormalize: bool) -> ExpertsSpec:
+    routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=renormalize)
+    return ExpertsSpec(routing, raw.moe_intermediate_size, raw.shared_expert_intermediate_size, shared_gate=True)
+
+
 def _mixture(architecture: str, raw: Qwen35MoeConfig) -> ModelSpec:
-    routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=True)
-    shared = raw.shared_expert_intermediate_size
-    experts = ExpertsSpec(routing, raw.moe_intermediate_size, shared_intermediate_size=shared, shared_gate=True)
+    experts = experts_of(raw, renormalize=True)
     # No layer has a dense MLP; the size must only be divisible among ranks.
     return hybrid_decoder(architecture, raw, with_experts(hybrid_layers(raw), experts), raw.moe_intermediate_size)
 

@@ -4,10 +4,9 @@ head."""
 from msgspec.structs import replace
 
 from vllm_lite.checkpoint.families.common import Family
-from vllm_lite.checkpoint.families.mixture import Index, at_intervals, routing_of, with_experts
-from vllm_lite.checkpoint.families.qwen3_5 import Qwen35MoeConfig, hybrid_decoder, hybrid_layers
+from vllm_lite.checkpoint.families.mixture import Index, at_intervals, with_experts
+from vllm_lite.checkpoint.families.qwen3_5 import Qwen35MoeConfig, experts_of, hybrid_decoder, hybrid_layers
 from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
-from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.typed_json import Size
 
@@ -20,9 +19,7 @@ class Qwen3NextConfig(Qwen35MoeConfig, kw_only=True):
 
 
 def _qwen3_next(architecture: str, raw: Qwen3NextConfig) -> ModelSpec:
-    routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=raw.norm_topk_prob)
-    shared = raw.shared_expert_intermediate_size
-    experts = ExpertsSpec(routing, raw.moe_intermediate_size, shared_intermediate_size=shared, shared_gate=True)
+    experts = experts_of(raw, renormalize=raw.norm_topk_prob)
     sparse = at_intervals(raw.decoder_sparse_step, raw.mlp_only_layers)
     hybrid = (
         replace(own, recurrent=replace(own.recurrent, stored="by key head"))

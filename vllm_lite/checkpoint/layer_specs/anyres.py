@@ -10,7 +10,14 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from vllm_lite.checkpoint.layer_specs.vision import Activation, TileVisionSpec, TowerConfig, VisionColors, check_depth
+from vllm_lite.checkpoint.layer_specs.vision import (
+    Activation,
+    TileVisionSpec,
+    TowerConfig,
+    VisionColors,
+    check_depth,
+    check_heads,
+)
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert
 from vllm_lite.errors import ModelError
 
@@ -18,7 +25,7 @@ EDGES = 384, 768, 1152, 1536, 1920, 2304
 PINPOINTS = [[height, width] for height in EDGES for width in EDGES]
 NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 """Default resolutions of LLaVA-OneVision and of LLaVA-NeXT."""
-ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu")
+AnyresActivation = Literal["gelu", "gelu_pytorch_tanh", "quick_gelu"]
 ASPECT = "anyres_max_"
 FEW_PATCHES = 1.1
 """Patches are downsampled if their edge exceeds the limit by more than this factor."""
@@ -126,13 +133,14 @@ def within(height: int, width: int, resolution: Resolution) -> Resolution:
 
 
 class _Vision(TowerConfig, kw_only=True):
+    hidden_act: AnyresActivation
     layer_norm_eps: Positive
 
 
 class _Outer(msgspec.Struct):
     image_token_index: int | None = None
     image_token_id: int | None = None
-    projector_hidden_act: str = "gelu"
+    projector_hidden_act: AnyresActivation = "gelu"
     vision_feature_layer: int | list[int] | None = None
     vision_feature_select_strategy: Literal["full", "default"] | None = None
     multimodal_projector_bias: bool = True
@@ -207,20 +215,14 @@ def _read(
         max_squares=None if grids is None else grids[1],
         is_clip=is_clip,
         projector_bias=outer.multimodal_projector_bias,
-        projector_activation=outer.projector_hidden_act,  # type: ignore[arg-type]
+        projector_activation=outer.projector_hidden_act,
     )
 
 
 def _check(own: _Vision, outer: _Outer, pinpoints: tuple[Resolution, ...], *, is_clip: bool) -> None:
-    for name, activation in (("hidden_act", own.hidden_act), ("projector_hidden_act", outer.projector_hidden_act)):
-        if activation not in ACTIVATIONS:
-            raise ModelError(f"vision_config: {name} {activation!r} is not supported; supported: {ACTIVATIONS}")
-    if own.num_channels != 3 or own.hidden_size % own.num_attention_heads or own.patch_size > own.image_size:
-        raise ModelError(
-            f"vision_config: {own.num_channels} channels, hidden_size {own.hidden_size} with "
-            f"{own.num_attention_heads} heads, image_size {own.image_size} with patch_size {own.patch_size}; there "
-            "must be 3 channels, a multiple of the heads, and a patch at least"
-        )
+    check_heads(own.hidden_size, own.num_attention_heads)
+    if own.patch_size > own.image_size:
+        raise ModelError(f"vision_config: patch_size {own.patch_size} is more than image_size {own.image_size}")
     strategy = "default" if is_clip else "full"
     if outer.vision_feature_select_strategy not in (None, strategy):
         raise ModelError(

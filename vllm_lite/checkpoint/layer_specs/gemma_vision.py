@@ -1,11 +1,11 @@
 """Specs of the towers of Gemma 3 and 4, and of the matrices that Gemma 4 Unified has instead. No torch."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
-from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec, TowerConfig, VisionColors, VisionSpec, check_tower
+from vllm_lite.checkpoint.layer_specs.vision import Gelu, SiglipSpec, TowerConfig, VisionColors, VisionSpec, check_heads
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert
 from vllm_lite.errors import ModelError
 
@@ -72,6 +72,7 @@ class _Vision3(TowerConfig, kw_only=True):
     num_attention_heads: Size = 12
     image_size: Size = 224
     patch_size: Size = 16
+    hidden_act: Gelu = "gelu_pytorch_tanh"
     layer_norm_eps: Positive = 1e-6
 
 
@@ -82,7 +83,7 @@ class _Outer3(msgspec.Struct):
 
 
 class _Rope(msgspec.Struct):
-    rope_type: str = "axial"
+    rope_type: Literal["axial"] = "axial"
     rope_theta: Positive = 100.0
 
 
@@ -93,9 +94,9 @@ class _Vision4(msgspec.Struct):
     num_attention_heads: Size = 12
     num_key_value_heads: Size = 12
     head_dim: Size = 64
-    hidden_activation: str = "gelu_pytorch_tanh"
+    hidden_activation: Gelu = "gelu_pytorch_tanh"
     rms_norm_eps: Positive = 1e-6
-    attention_bias: bool | None = False
+    attention_bias: Literal[False] | None = False
     rope_parameters: _Rope | None = None
     pooling_kernel_size: Size = 3
     patch_size: Size = 16
@@ -138,7 +139,7 @@ def read_gemma3(raw: Any, colors: VisionColors, out_size: int) -> Gemma3VisionSp
     """Read the tower of a Gemma 3, as called by layer_specs.vision."""
     outer = convert(raw, _Outer3)
     own, along = outer.vision_config, math.isqrt(outer.mm_tokens_per_image)
-    check_tower(own.num_channels, own.hidden_act, own.hidden_size, own.num_attention_heads)
+    check_heads(own.hidden_size, own.num_attention_heads)
     side = own.image_size // own.patch_size
     if own.image_size % own.patch_size or along**2 != outer.mm_tokens_per_image or side % along:
         raise ModelError(
@@ -159,15 +160,12 @@ def read_gemma4(raw: Any, _colors: VisionColors, out_size: int) -> Gemma4VisionS
     """Read the tower of a Gemma 4, as called by layer_specs.vision."""
     outer = convert(raw, _Outer4)
     own, rope = outer.vision_config, outer.vision_config.rope_parameters or _Rope()
-    check_tower(3, own.hidden_activation, own.num_attention_heads, own.num_key_value_heads)
-    if own.num_key_value_heads != own.num_attention_heads or own.attention_bias or own.head_dim % 4:
+    if own.num_key_value_heads != own.num_attention_heads or own.head_dim % 4:
         raise ModelError(
             f"vision_config: {own.num_attention_heads} heads of {own.head_dim} elements with "
-            f"{own.num_key_value_heads} KV heads and attention_bias {own.attention_bias} are not supported; supported: "
-            "as many KV heads as heads, of a multiple of 4 elements, without a bias"
+            f"{own.num_key_value_heads} KV heads are not supported; supported: as many KV heads as heads, of a "
+            "multiple of 4 elements"
         )
-    if rope.rope_type != "axial":
-        raise ModelError(f"vision_config: rope_type {rope.rope_type!r} is not supported; supported: axial")
     return Gemma4VisionSpec(
         **_common(outer, out_size),
         hidden_size=own.hidden_size,
@@ -175,7 +173,7 @@ def read_gemma4(raw: Any, _colors: VisionColors, out_size: int) -> Gemma4VisionS
         num_layers=own.num_hidden_layers,
         num_heads=own.num_attention_heads,
         head_size=own.head_dim,
-        activation="gelu" if own.hidden_activation == "gelu" else "gelu_pytorch_tanh",
+        activation=own.hidden_activation,
         theta=rope.rope_theta,
         num_positions=own.position_embedding_size,
         clipped=own.use_clipped_linears,

@@ -4,11 +4,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from vllm_lite.checkpoint.layer_specs.vision import Activation, TowerConfig, VisionColors, VisionSpec, check_depth
+from vllm_lite.checkpoint.layer_specs.vision import (
+    Activation,
+    TowerConfig,
+    VisionColors,
+    VisionSpec,
+    check_depth,
+    check_heads,
+)
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert
-from vllm_lite.errors import ModelError
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+PixtralActivation = Literal["silu", "gelu", "gelu_pytorch_tanh"]
 
 
 class PixtralVisionSpec(VisionSpec, frozen=True, kw_only=True):
@@ -52,7 +58,7 @@ class _Vision(TowerConfig, kw_only=True):
     num_attention_heads: Size = 16
     image_size: Size = 1024
     patch_size: Size = 16
-    hidden_act: str = "gelu"
+    hidden_act: PixtralActivation = "gelu"
     rope_theta: Positive | None = None
     rope_parameters: _Rope | None = None
 
@@ -66,9 +72,10 @@ class _Outer(msgspec.Struct):
     text_config: _Text = msgspec.field(default_factory=_Text)
     image_token_index: int | None = None
     image_token_id: int | None = None
-    projector_hidden_act: str = "gelu"
+    projector_hidden_act: PixtralActivation = "gelu"
     vision_feature_layer: int | list[int] = -1
-    vision_feature_select_strategy: Literal["full", "default"] = "full"
+    vision_feature_select_strategy: Literal["full"] = "full"
+    """This tower has no vector but those of patches."""
     multimodal_projector_bias: bool | None = None
     spatial_merge_size: Size = 2
 
@@ -85,16 +92,7 @@ def read_pixtral(raw: Any, colors: VisionColors, out_size: int) -> PixtralVision
 
 def _read(outer: _Outer, colors: VisionColors, out_size: int, *, merges: bool) -> PixtralVisionSpec:
     own = outer.vision_config
-    for name, activation in (("hidden_act", own.hidden_act), ("projector_hidden_act", outer.projector_hidden_act)):
-        if activation not in ACTIVATIONS:
-            raise ModelError(f"vision_config: {name} {activation!r} is not supported; supported: {ACTIVATIONS}")
-    if own.num_channels != 3 or own.hidden_size % (4 * own.num_attention_heads):
-        raise ModelError(
-            f"vision_config: {own.num_channels} channels with hidden_size {own.hidden_size} for "
-            f"{own.num_attention_heads} heads; there must be 3, and heads of a multiple of 4 elements"
-        )
-    if outer.vision_feature_select_strategy != "full":
-        raise ModelError("vision_feature_select_strategy must be full: this tower has no vector but those of patches")
+    check_heads(own.hidden_size, own.num_attention_heads, by_four=True)
     token_id = outer.image_token_index if outer.image_token_index is not None else outer.image_token_id
     bias = outer.multimodal_projector_bias
     depth = check_depth(outer.vision_feature_layer, own.num_hidden_layers)
@@ -107,5 +105,5 @@ def _read(outer: _Outer, colors: VisionColors, out_size: int, *, merges: bool) -
         rope_theta=theta,
         merger_eps=outer.text_config.rms_norm_eps if merges else None,
         projector_bias=not merges if bias is None else bias,
-        projector_activation=outer.projector_hidden_act,  # type: ignore[arg-type]
+        projector_activation=outer.projector_hidden_act,
     )

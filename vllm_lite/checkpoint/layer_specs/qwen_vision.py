@@ -1,11 +1,11 @@
 """Specs of the towers of Qwen2-VL to Qwen3.5. No torch."""
 
 import math
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from vllm_lite.checkpoint.layer_specs.vision import GELUS, Activation, VisionColors, VisionSpec, check_tower
+from vllm_lite.checkpoint.layer_specs.vision import Activation, Gelu, VisionColors, VisionSpec, check_heads
 from vllm_lite.checkpoint.typed_json import Size, convert
 from vllm_lite.errors import ModelError
 
@@ -79,9 +79,9 @@ class _Vision(msgspec.Struct, kw_only=True):
 
     depth: Size = 32
     hidden_size: Size = 3584
-    hidden_act: str
+    hidden_act: Activation
     num_heads: Size = 16
-    in_channels: Size = 3
+    in_channels: Literal[3] = 3
     patch_size: Size = 14
     spatial_merge_size: Size = 2
     temporal_patch_size: Size = 2
@@ -90,7 +90,7 @@ class _Vision(msgspec.Struct, kw_only=True):
 class _Qwen3Vision(_Vision, kw_only=True):
     depth: Size = 27
     hidden_size: Size = 1152
-    hidden_act: str = "gelu_pytorch_tanh"
+    hidden_act: Gelu = "gelu_pytorch_tanh"
     intermediate_size: Size = 4304
     patch_size: Size = 16
     out_hidden_size: Size = 3584
@@ -99,7 +99,7 @@ class _Qwen3Vision(_Vision, kw_only=True):
 
 
 class _Qwen25Vision(_Vision, kw_only=True):
-    hidden_act: str = "silu"
+    hidden_act: Literal["silu"] = "silu"
     intermediate_size: Size = 3420
     window_size: Size = 112
     out_hidden_size: Size = 3584
@@ -108,7 +108,7 @@ class _Qwen25Vision(_Vision, kw_only=True):
 
 class _Qwen2Vision(_Vision, kw_only=True):
     embed_dim: Size = 1280
-    hidden_act: str = "quick_gelu"
+    hidden_act: Gelu | Literal["quick_gelu"] = "quick_gelu"
     mlp_ratio: Size = 4
 
 
@@ -141,7 +141,6 @@ def _with_table(
     outer: _Qwen3Outer, colors: VisionColors, out_size: int, deep_layers: tuple[int, ...]
 ) -> Qwen3VisionSpec:
     own = outer.vision_config
-    check_tower(own.in_channels, own.hidden_act, own.hidden_size, own.num_heads)
     side = math.isqrt(own.num_position_embeddings)
     if side**2 != own.num_position_embeddings:
         raise ModelError(f"vision_config: num_position_embeddings {own.num_position_embeddings} must be a square")
@@ -161,7 +160,6 @@ def _with_table(
 def read_qwen2_5_vl(raw: Any, colors: VisionColors, out_size: int) -> Qwen2VisionSpec:
     outer = convert(raw, _Qwen25Outer)
     own = outer.vision_config
-    check_tower(own.in_channels, own.hidden_act, own.hidden_size, own.num_heads, ("silu",))
     window = own.window_size // own.spatial_merge_size // own.patch_size
     if not window:
         raise ModelError(
@@ -181,7 +179,6 @@ def read_qwen2_vl(raw: Any, colors: VisionColors, out_size: int) -> Qwen2VisionS
     """Read the tower of a Qwen2-VL, whose `hidden_size` is the text model's."""
     outer = convert(raw, _Qwen2Outer)
     own = outer.vision_config
-    check_tower(own.in_channels, own.hidden_act, own.embed_dim, own.num_heads, ("quick_gelu", *GELUS))
     return Qwen2VisionSpec(
         **_common(own, own.embed_dim, own.hidden_size, out_size, colors, outer.image_token_id),
         intermediate_size=own.embed_dim * own.mlp_ratio,
@@ -197,8 +194,7 @@ def _common(
     token_id: int,
 ) -> dict[str, Any]:
     """The fields common to all of Qwen's towers."""
-    if size // own.num_heads % 4:
-        raise ModelError(f"vision_config: heads of {size // own.num_heads} elements must be a multiple of 4")
+    check_heads(size, own.num_heads, by_four=True)
     if out_size and own_out_size != out_size:
         raise ModelError(
             f"vision_config: out_hidden_size {own_out_size} must be the text model's hidden_size {out_size}"
@@ -209,7 +205,7 @@ def _common(
         "num_heads": own.num_heads,
         "patch_size": own.patch_size,
         "norm_eps": 1e-6,
-        "activation": cast("Activation", own.hidden_act),
+        "activation": own.hidden_act,
         "merge": own.spatial_merge_size,
         "out_size": own_out_size,
         "token_id": token_id,

@@ -17,6 +17,7 @@ GREY = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 Colors = tuple[float, float, float]
 Activation = Literal["gelu_pytorch_tanh", "gelu", "silu", "quick_gelu"]
+Gelu = Literal["gelu_pytorch_tanh", "gelu"]
 T = TypeVar("T", bound=msgspec.Struct)
 _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
@@ -121,10 +122,10 @@ class TowerConfig(msgspec.Struct, kw_only=True):
     intermediate_size: Size
     num_hidden_layers: Size
     num_attention_heads: Size
-    num_channels: Size = 3
+    num_channels: Literal[3] = 3
     image_size: Size
     patch_size: Size
-    hidden_act: str = "gelu_pytorch_tanh"
+    hidden_act: Activation
 
     def common(self, colors: "VisionColors", out_size: int) -> dict[str, Any]:
         """The fields of the tower's spec that have these values."""
@@ -149,6 +150,7 @@ class _Vision(TowerConfig, kw_only=True):
     num_attention_heads: Size = 16
     image_size: Size = 224
     patch_size: Size = 32
+    hidden_act: Gelu = "gelu_pytorch_tanh"
     layer_norm_eps: Positive = 1e-6
 
 
@@ -206,7 +208,7 @@ def check_depth(layer: int | list[int], num_layers: int) -> int:
 def _siglip(raw: Any, colors: VisionColors, out_size: int) -> SiglipSpec:
     outer = convert(raw, _Outer)
     own = outer.vision_config
-    check_tower(own.num_channels, own.hidden_act, own.hidden_size, own.num_attention_heads)
+    check_heads(own.hidden_size, own.num_attention_heads)
     if own.image_size % own.patch_size or (own.image_size // own.patch_size) % outer.scale_factor:
         raise ModelError(
             f"vision_config: image_size {own.image_size} must be a multiple of patch_size {own.patch_size} times "
@@ -220,17 +222,12 @@ def _siglip(raw: Any, colors: VisionColors, out_size: int) -> SiglipSpec:
     )
 
 
-GELUS = ("gelu_pytorch_tanh", "gelu")
-
-
-def check_tower(num_channels: int, activation: str, size: int, num_heads: int, known: tuple[str, ...] = GELUS) -> None:
-    if num_channels != 3 or activation not in known:
-        raise ModelError(
-            f"vision_config: {num_channels} channels with hidden_act {activation!r} are not supported; supported: 3 "
-            f"with {' or '.join(known)}"
-        )
-    if size % num_heads:
-        raise ModelError(f"vision_config: hidden_size {size} must be a multiple of its {num_heads} heads")
+def check_heads(size: int, num_heads: int, *, by_four: bool = False) -> None:
+    """Raise ModelError unless all heads have equally many elements. `by_four`: a multiple of 4, as
+    rope turns pairs along two axes."""
+    if size % (4 * num_heads if by_four else num_heads):
+        times = "4 times " if by_four else ""
+        raise ModelError(f"vision_config: hidden_size {size} must be a multiple of {times}its {num_heads} heads")
 
 
 _OWN = __name__
