@@ -153,6 +153,12 @@ def test_clients_of_llama_swap(each: Server) -> None:
         with http.stream("POST", "/models/load", json={"model": "narrow", "stream": True}) as events:
             last = [json.loads(line[6:]) for line in events.iter_lines() if line.startswith("data: ")][-1]
         assert (last["model"], last["status"]) == ("narrow", "loaded")
+        assert http.post("/unload", json={"model": "nobody"}).status_code == 404
+        assert http.post("/unload", json={"model": "vectors"}).json() == {"success": True}
+        assert states(http)["narrow"] == "loaded", "another was named"
+        assert http.post("/unload", json={"model": "narrow"}).json() == {"success": True}
+        until(lambda: states(http)["narrow"] == "unloaded", "the end of narrow")
+        assert http.post("/unload").json() == {"msg": "ok"}
 
 
 def test_requests_of_open_webui(each: Server) -> None:

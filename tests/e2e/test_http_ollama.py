@@ -228,5 +228,5 @@ def official(api: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="other") as caught:
         api.chat("other", MESSAGES)
     assert getattr(caught.value, "status_code", None) == 404
-    with pytest.raises(error, match="does not support the task 'embed'"):
+    with pytest.raises(error, match="it generates text; start it with --convert embed"):
         api.embed("demo", "text")

@@ -171,6 +171,10 @@ def test_pauses_are_bounded() -> None:
         (["-i", "{}/in", "-o", "s3://host/out", "--model", "demo"], ["--output-file", "s3://host/out"]),
         (["-i", "{}/in", "-o", "{}/out"], ["--model", "--url"]),
         (["-i", "{}/in", "-o", "{}/out", "--model", "demo", "--url", "http://host"], ["--model", "--url"]),
+        (
+            ["-i", "{}/in", "-o", "{}/out", "--url", "ftp://host"],
+            ["--url must look like http://HOST:PORT", "ftp://host'\n"],
+        ),
         (["-i", "{}/in", "-o", "{}/in", "--model", "demo"], ["same file"]),
         (["-i", "{}/none", "-o", "{}/out", "--model", "demo"], ["/none"]),
         (["-i", "{}/in", "-o", "{}/none/out", "--model", "demo"], ["/none/out"]),

@@ -402,6 +402,10 @@ def test_the_command_fits_keeps_compares_and_records(
     assert printed.err == "", "a file gets no progress bars"
     assert main(["simulate", times, "--num-prompts", "3", "--output-len", "8", "--target", "ttft_p99=300s"]) == 0
     assert "all requests may come at once; simulate more of them (--num-prompts)" in capsys.readouterr().out
+    few = ["simulate", times, "--num-prompts", "3", "--output-len", "8", "--json", "--target"]
+    assert [main([*few, f"ttft_p99={most}"]) for most in ("300s", "0.001ms")] == [0, 1]
+    rates = [json.loads(line)[0]["request_rate"] for line in capsys.readouterr().out.splitlines()]
+    assert rates == ["inf", 0]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.deadlines import scaled
+from vllm_lite.client.text.templates.closing_token import rendered_by
+from vllm_lite.client.text.templates.template_source import TemplateSource
+from vllm_lite.client.text.tokenizer_formats.conversion import ForeignTokenizer, convert
+from vllm_lite.runtime import supervise
+from vllm_lite.server.openai.rendering import Renderer
 from vllm_lite.transport.time_slice import SHORTEST_NS, reset_slice, short_slices, shorten_slice
 
 
@@ -77,4 +82,38 @@ def test_a_reset_gives_the_default_again() -> None:
         reset_slice()
         assert own_slice_ns() == before_ns
 
+    on_a_thread(run)
+
+
+class _StartedError(Exception):
+    """A process would be started now."""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda: Renderer(TemplateSource("plain")),
+        lambda: rendered_by(TemplateSource("plain")),
+        lambda: convert(ForeignTokenizer("tekken", Path("tekken.json")), Path()),
+    ],
+)
+def test_processes_of_templates_and_tokenizers_inherit_no_short_slice(
+    start: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+
+    def spawn(*_: object, **__: object) -> None:
+        found.append(own_slice_ns())
+        raise _StartedError
+
+    def run() -> None:
+        reset_slice()
+        usual_ns = own_slice_ns()
+        shorten_slice()
+        with pytest.raises(_StartedError):
+            start()
+        assert found == [usual_ns]
+        assert own_slice_ns() == SHORTEST_NS
+
+    monkeypatch.setattr(supervise, "spawn", spawn)
     on_a_thread(run)

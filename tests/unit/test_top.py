@@ -103,6 +103,16 @@ def test_the_screen_fits(num_lines: int, num_columns: int) -> None:
     assert f"and {60 - (len(text) - 6)} more" in whole
 
 
+@pytest.mark.parametrize("num_engines", [1, 30])
+def test_an_encoder_has_no_kv_cache(num_engines: int) -> None:
+    watched = several(0, num_engines)
+    for engine in watched.engines.values():
+        engine.head["counts"] |= {"num_blocks": 1, "num_used_blocks": 0}
+    whole = "\n".join(drawn(watched, 24, 80))
+    assert "no KV cache" in whole
+    assert "KV blocks" not in whole
+
+
 @pytest.mark.parametrize("num_columns", [1, 20, 40, 80, 400])
 @pytest.mark.parametrize("num_engines", [1, 3, 30])
 @pytest.mark.parametrize("num_models", [0, 4, 300])

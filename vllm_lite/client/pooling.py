@@ -205,11 +205,11 @@ class PoolingFactory:
     def check_task(self, task: PoolingTask, params: PoolingParams) -> None:
         """Raise RequestError if the model or the params do not support the task."""
         pooler = self.limits.pooler
+        if not pooler.tasks:
+            text = "makes no vectors, labels or scores: it generates text; start it with --convert embed for vectors"
+            raise RequestError(f"the model {self.limits.model!r} {text}")
         if task not in pooler.tasks:
-            if not pooler.tasks:
-                able = "it generates text; start it with --convert embed for vectors"
-            else:
-                able = f"it can be asked to {' or '.join(pooler.tasks)}"
+            able = f"it can be asked to {' or '.join(pooler.tasks)}"
             raise RequestError(f"the model {self.limits.model!r} does not support the task {task!r}: {able}")
         dimensions = params.dimensions
         if dimensions is None:

@@ -12,6 +12,7 @@ from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.errors import EngineError, ModelError, RequestError
 from vllm_lite.runtime import frames, log, supervise
 from vllm_lite.server.http.long_work import through
+from vllm_lite.transport.time_slice import usual_slices
 
 START_S = 60.0
 ANSWER_S = 60.0
@@ -117,11 +118,15 @@ class Renderer:
         """Start a process and return the socket to it. Raises ModelError."""
         ours, theirs = socket.socketpair()
         self._ended.clear()
-        with theirs:
+        with theirs, usual_slices():  # the loop has the shortest slice, which templates must not inherit
             settings, ended = template_process.RenderSettings(theirs.fileno()), self._ended
-            self._child = supervise.spawn(
-                template_process.__name__, settings, "chat template", lambda _: ended.set(), fds=(theirs.fileno(),)
-            )
+            try:
+                self._child = supervise.spawn(
+                    template_process.__name__, settings, "chat template", lambda _: ended.set(), fds=(theirs.fileno(),)
+                )
+            except BaseException:
+                ours.close()
+                raise
         self.num_starts += 1
         try:
             ours.settimeout(START_S)

@@ -60,6 +60,7 @@ class RouterRoutes:
         of_models = {
             "/models/load": self.load,
             "/models/unload": self.unload,
+            "/unload": self.unload_named,
             "/api/models/unload": self.unload_all,
             "/api/models/unload/{model:path}": self.unload,
         }
@@ -134,6 +135,15 @@ class RouterRoutes:
         require_admin(request)
         member, _ = await self._named(request)
         self._fleet.let_go(member)
+        return as_json({"success": True})
+
+    async def unload_named(self, request: Request) -> Response:
+        """Unload the model that the body names, or all if it names none."""
+        require_admin(request)
+        routed = await read_routed(request, self._reader)
+        if (name := routed.field("model", str | None)) is None:
+            return await self.unload_all(request)
+        self._fleet.let_go(self._fleet.find(name))
         return as_json({"success": True})
 
     async def unload_all(self, request: Request) -> Response:

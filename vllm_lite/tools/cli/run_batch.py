@@ -23,6 +23,7 @@ from vllm_lite.tools.batch.journal import BatchHeader
 from vllm_lite.tools.batch.prefix_order import in_prefix_order
 from vllm_lite.tools.batch.row_mapper import make_mapper
 from vllm_lite.tools.batch.rows import Bad, Entry
+from vllm_lite.tools.chat.remote_server import Address
 from vllm_lite.tools.cli.server_flags import add_server_flags, server
 from vllm_lite.tools.cli.vllm_flags import say
 
@@ -111,6 +112,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError("say who answers: --model MODEL for a server of its own, or --url of one that is running")
     if arguments.model is not None and arguments.url is not None:
         raise ConfigError("give either --model, for a server of its own, or --url of one that is running")
+    if arguments.url is not None:
+        Address.parse(arguments.url)
     for path in Paths.of(arguments.output_file):
         if path.exists() and os.path.exists(arguments.input_file) and path.samefile(arguments.input_file):
             raise ConfigError("--input-file and --output-file are the same file; answers need one of their own")

@@ -3,6 +3,7 @@ recording of `serve --record`. Needs neither a model nor an accelerator."""
 
 import argparse
 import sys
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -166,11 +167,12 @@ def _search(arguments: argparse.Namespace, fitted: "StepTimes", settings: "list[
         found.append((highest_rate(limits, outcomes), each))
     found.sort(key=lambda each: -each[0])
     if arguments.json:
-        print(msgspec.json.encode([{"settings": dict(each), "request_rate": rate} for rate, each in found]).decode())
+        rates = [{"settings": dict(each), "request_rate": "inf" if rate == inf else rate} for rate, each in found]
+        print(msgspec.json.encode(rates).decode())
     else:
         for rate, each in found:
             text = f"{rate:.3g} requests/s" if rate else "at no rate"
-            if rate == float("inf"):
+            if rate == inf:
                 text = "all requests may come at once; simulate more of them (--num-prompts)"
             print(f"{label(each)}: {text}")
     return 0 if found[0][0] else 1

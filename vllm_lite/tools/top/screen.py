@@ -12,6 +12,8 @@ from vllm_lite.tools.top.watched import EngineLook, ServerLook, model_of
 
 BARS = " ▁▂▃▄▅▆▇█"
 ORDER = ("running", "swapped", "preempted", "waiting")
+NO_CACHE = "no KV cache"
+"""An encoder's cache, which has the null block alone."""
 COLUMNS = ("request", "state", "prompt", "cached", "output", "blocks", "age", "waits for")
 OPTIONAL = ("cached", "blocks", "prompt", "age", "output", "waits for")
 """Columns that are dropped, in this order, if the terminal is too narrow."""
@@ -85,9 +87,10 @@ def _summary(name: str, engine: EngineLook) -> str:
     running, waiting, used, total = (
         engine.counts(count) for count in ("num_running", "num_waiting", "num_used_blocks", "num_blocks")
     )
+    cache = f"{used:,} of {total:,} KV blocks" if total > 1 else NO_CACHE
     return (
         f"{name}  {engine.head['state']}  {running:,} running, {waiting:,} waiting, "
-        f"{engine.rate('generated_tokens'):,.0f} tokens/s, {used:,} of {total:,} KV blocks"
+        f"{engine.rate('generated_tokens'):,.0f} tokens/s, {cache}"
     )
 
 
@@ -171,6 +174,8 @@ def _blocks(engine: EngineLook, num_columns: int) -> str:
         for label, name in (("host", "num_used_host_blocks"), ("disk", "num_stored_keys"), ("preempted", "preemptions"))
         if engine.counts(name)
     ]
+    if total <= 1:
+        return ", ".join([NO_CACHE, *more])
     text = f" {used:,} of {total:,} KV blocks, {cached:,} cached" + "".join(f", {each}" for each in more)
     width = max(4, min(30, num_columns - len(text) - 2))
     filled = round(width * used / total) if total else 0

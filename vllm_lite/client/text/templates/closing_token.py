@@ -22,6 +22,7 @@ from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.templates.template_trials import ASSISTANT, SAMPLE_TOOL, USER, Message
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.frames import frame, read_frame
+from vllm_lite.transport.time_slice import usual_slices
 
 WAIT_S = 60.0
 """Deadline for a process that was stopped, or on a hanging machine. The template's own time has a smaller limit."""
@@ -124,7 +125,7 @@ def _asked(template: TemplateSource, asked: Sequence[Render]) -> list[Answer]:
     """Render in a process of the template's own. Returns no answers if the template is invalid, or takes too much."""
     ours, theirs = socket.socketpair()
     with closing(ours):
-        with closing(theirs):
+        with closing(theirs), usual_slices():
             settings, fds = RenderSettings(theirs.fileno()), (theirs.fileno(),)
             child = supervise.spawn(template_process.__name__, settings, "closing token", _forget, fds=fds)
         try:

@@ -25,6 +25,7 @@ from vllm_lite.client.text.tokenizer_formats.conversion_process import Conversio
 from vllm_lite.errors import ModelError
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, first_untrusted, read_bounded
+from vllm_lite.transport.time_slice import usual_slices
 
 TOKENIZER_FILE = "tokenizer.json"
 CONVERT_S = 300.0
@@ -121,7 +122,8 @@ def convert(found: ForeignTokenizer, draft: Path) -> None:
     """Write tokenizer.json and its configuration into `draft`, in a separate process. Raises ModelError."""
     ended = threading.Event()
     settings = ConversionSettings(found.kind, str(found.file), str(draft))
-    child = supervise.spawn(conversion_process.__name__, settings, "tokenizer conversion", lambda _: ended.set())
+    with usual_slices():
+        child = supervise.spawn(conversion_process.__name__, settings, "tokenizer conversion", lambda _: ended.set())
     try:
         if not ended.wait(CONVERT_S):
             raise ModelError(f"{found.file} cannot be converted within {CONVERT_S:g} s; {_ADVICE}")
