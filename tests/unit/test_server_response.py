@@ -417,3 +417,19 @@ async def test_a_sessions_refusal_is_the_clients_error(monkeypatch: pytest.Monke
     assert caught.value.status == 400
     talk.gone.set()
     await talk.ended()
+
+
+async def test_long_writes_have_one_thread() -> None:
+    """Each of several would keep the interpreter from the loop."""
+    may_end = threading.Event()
+
+    def write() -> int:
+        assert may_end.wait(DEADLINE_S)
+        return threading.get_ident()
+
+    writes = [asyncio.ensure_future(answer_module.beside_the_loop(write)) for _ in range(8)]
+    await asyncio.sleep(0)  # all are submitted
+    may_end.set()
+    threads = set(await asyncio.gather(*writes))
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads

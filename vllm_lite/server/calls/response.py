@@ -8,8 +8,9 @@ import asyncio
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -25,6 +26,14 @@ PING_S = 15.0
 """Maximum silence of a stream in seconds: proxies close connections that are silent."""
 MANY_TOKENS = 256
 """Tokens with logprobs in one write of a stream, beyond which a thread encodes them."""
+_WRITER = ThreadPoolExecutor(1, "writer")
+Made = TypeVar("Made")
+
+
+async def beside_the_loop(make: Callable[[], Made]) -> Made:
+    """Call `make` in the one thread for long writes. Each of several would keep the interpreter from the loop for 5 ms
+    at a time, and the objects of several answers would exist at once."""
+    return await asyncio.get_running_loop().run_in_executor(_WRITER, make)
 
 
 class Writer(Protocol):
@@ -130,8 +139,8 @@ class CallResponse(Response):
         )
 
     async def _made(self, make: Callable[[], bytes], *, is_long: bool) -> bytes:
-        """Call `make`, in a thread if it `is_long`: writing the logprobs of one token takes 20 us or more."""
-        return await asyncio.to_thread(make) if is_long else make()
+        """Call `make`, beside the loop if it `is_long`: writing the logprobs of one token takes 20 us or more."""
+        return await beside_the_loop(make) if is_long else make()
 
 
 def as_error(call: Call) -> ApiError:

@@ -15,7 +15,7 @@ import msgspec
 from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.calls.registry import Calls
-from vllm_lite.server.calls.response import MANY_TOKENS, as_error
+from vllm_lite.server.calls.response import MANY_TOKENS, as_error, beside_the_loop
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.output import Output
@@ -168,7 +168,7 @@ class Runs:
             reading.sent_s = time.monotonic()
             for delta in deltas:
                 if len(delta.logprobs or ()) > MANY_TOKENS:
-                    await asyncio.to_thread(run.output.feed, delta)
+                    await beside_the_loop(partial(run.output.feed, delta))
                 else:
                     run.output.feed(delta)
             if run.log is not None:
