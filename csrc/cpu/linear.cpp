@@ -153,8 +153,10 @@ void fill_quantized(const LinearCall& call, const RowParts& parts) {
   const auto quantize_rows = VLLM_LITE_DISPATCH_TILES(quantize_rows);
   const RowLayout& layout = call.quantized->layout;
   const int64_t num_groups = layout.num_groups, panel_rows = ceil_div(call.num_rows, parts.count);
-  const int64_t width = ceil_div(kMinQuantized, layout.group_size * panel_rows);
-  const int64_t group_parts = ceil_div(num_groups, width);
+  // Two tasks for each thread if there is enough work: wide ones quantize the most groups at a time.
+  const int64_t least = ceil_div(kMinQuantized, layout.group_size * panel_rows);
+  const int64_t most = std::max(least, ceil_div(num_groups * parts.count, 2 * vllm_lite::num_threads()));
+  const int64_t group_parts = ceil_div(num_groups, most), width = ceil_div(num_groups, group_parts);
   vllm_lite::parallel_for(parts.count * group_parts, [&](int64_t number) {
     const int64_t part = number / group_parts, first_row = parts.first(part), rows = parts.first(part + 1) - first_row;
     const int64_t first_group = number % group_parts * width, left = num_groups - first_group;
