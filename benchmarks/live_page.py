@@ -40,12 +40,12 @@ def looks() -> dict[str, float]:
     """Milliseconds of the loop's thread for views of a scheduler with NUM_REQUESTS running requests, between its
     steps."""
     from vllm_lite.engine.observe.view import view
-    from vllm_lite.engine.process import made_to_last
+    from vllm_lite.engine.process import frozen_objects
     from vllm_lite.protocol.codec import engine_to_client, pack_tokens
     from vllm_lite.protocol.step import ModelOutput
     from vllm_lite.tools.bench.engine import _scheduler
 
-    with made_to_last():
+    with frozen_objects():
         scheduler = _scheduler(NUM_REQUESTS)
     times, tokens = [], pack_tokens([1] * NUM_REQUESTS)
     for number in range(NUM_LOOKS):

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore
-from vllm_lite.engine.process import EngineProcess, made_to_last
+from vllm_lite.engine.process import EngineProcess, frozen_objects
 from vllm_lite.engine.workers.groups import WorkerGroups
 from vllm_lite.errors import EngineError
 from vllm_lite.executor.base import Executor
@@ -113,7 +113,7 @@ def test_objects_of_the_start_are_excluded_from_collections() -> None:
         raise ValueError("no such policy")
 
     try:
-        with pytest.raises(ValueError, match="no such policy"), made_to_last():
+        with pytest.raises(ValueError, match="no such policy"), frozen_objects():
             make()
         assert gc.isenabled()
         assert gc.get_freeze_count() >= before + len(made)

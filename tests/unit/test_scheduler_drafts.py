@@ -74,14 +74,14 @@ def test_drafts_in_flight_are_computed_again_if_their_sequence_has_to_go(preempt
     options = {"depth": 3, "num_forced": 4, "max_num_batched_tokens": 64, "preemption": preemption}
     rig = Rig(14, windows=(None, window), num_host_blocks=40, **options)  # type: ignore[arg-type]
     lost = []
-    take_back = Sequence.take_back
+    roll_back = Sequence.roll_back_drafts
 
     def watched(sequence: Sequence, count: int) -> None:
         lost.append(sequence.status in (Status.PREEMPTED, Status.SWAPPED))
-        take_back(sequence, count)
+        roll_back(sequence, count)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Sequence, "take_back", watched)
+        patch.setattr(Sequence, "roll_back_drafts", watched)
         for index in range(3):
             rig.add(f"r{index}", [1, 2, index], max_tokens=14, grammar="any")
         rig.drain()

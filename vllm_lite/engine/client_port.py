@@ -32,7 +32,7 @@ MAX_REFUSAL_S = 1.0
 """Seconds for reading the messages of clients that came while the engine failed to start."""
 MAX_OWED = 1 << 16
 """Maximum unsent outputs of a client that does not read. Above it the client counts as gone."""
-MIN_LOOK = 64
+MIN_CHECKED = 64
 """Minimum number of clients before idle ones are checked for disconnection."""
 
 logger = log.get(__name__)
@@ -99,7 +99,7 @@ class ClientPort:
         self._early: dict[bytes, api.Hello] = {}
         self.clients: dict[bytes, Outbox] = {}
         self._next_heartbeat_s = 0.0
-        self._next_look = MIN_LOOK
+        self._next_check = MIN_CHECKED
 
     def open(self, welcome: api.Welcome) -> None:
         """Start to serve: answer the clients that sent Hello while the engine was starting."""
@@ -151,15 +151,15 @@ class ClientPort:
             self.send(peer, self._welcome)
             if self._recovering is not None:
                 self.send(peer, self._recovering)
-            if len(self.clients) >= self._next_look:
-                self._look()
+            if len(self.clients) >= self._next_check:
+                self._forget_idle()
 
-    def _look(self) -> None:
+    def _forget_idle(self) -> None:
         """Forget idle clients that have gone, which only a send can detect: flush() and beat() send to all others."""
         nothing = api.OutputBatch(self._epoch, [])
         idle = [peer for peer, outbox in self.clients.items() if not outbox]
         self._forget([peer for peer in idle if self.send(peer, nothing) is Delivery.GONE])
-        self._next_look = max(MIN_LOOK, 2 * len(self.clients))
+        self._next_check = max(MIN_CHECKED, 2 * len(self.clients))
 
     def refuse_all(self, answer: api.Refused | api.Dying) -> bool:
         """Send `answer`, the reason why the engine cannot start, to all clients that have sent Hello. False if none

@@ -32,7 +32,7 @@ from vllm_lite.protocol.adapters import LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import Operation
-from vllm_lite.protocol.view import Look
+from vllm_lite.protocol.view import GetBlock, GetView
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
@@ -97,7 +97,7 @@ class EngineProcess:
         ready, sizes = self._start_workers(groups)
         num_blocks, tp = sizes.num_blocks, self._config.tensor_parallel_size
         lives = Lives(groups.generation, self._settings.life, self._settings.launch)
-        with made_to_last():
+        with frozen_objects():
             core = EngineCore(self._config, ready, groups.executor, sizes, lives)
         core.meter.counters.generation = groups.generation
         core.adapter_loader.load_configured(groups.executor, self._stop)
@@ -250,41 +250,43 @@ class EngineProcess:
         return patience_ms
 
     def _handle(self, core: EngineCore, operations: Operations, peer: bytes, message: api.FromClient) -> None:
-        if isinstance(message, api.Generate):
-            self._generate(core, peer, message)
-        elif isinstance(message, api.ForkRequest):
-            self._fork(core, peer, message)
-        elif isinstance(message, api.Abort):
-            request = core.scheduler.requests.get(message.request_id)
-            if request is not None and request.client == peer:  # a client that lost it to another does not end it
-                self._abort(core, request, message.samples, stopped=message.stopped)
-        elif isinstance(message, api.Ping):
-            self.port.send(peer, api.Heartbeat(self._epoch, core.scheduler.step))
-        elif isinstance(message, api.GetStats):
-            stats = core.stats()
-            stats.malformed_messages, stats.life = self.port.malformed, self._settings.life
-            self.port.send(peer, stats)
-        elif isinstance(message, api.Describe):
-            with_content = message.with_content
-            self.port.send(peer, core.describe(message.request_ids, message.external_id, with_content=with_content))
-        elif isinstance(message, Look):
-            self.port.send(peer, core.look(message))
-        elif isinstance(message, FindExternal):
-            external = core.scheduler.queues.external
-            self.port.send(peer, ExternalFound([*filter(external.is_live, message.external_ids)]))
-        elif isinstance(message, AbortExternal):
-            requests = core.scheduler.queues.external.live(message.external_id)
-            for request in requests:
-                self._abort(core, request)
-            self.port.send(peer, ExternalAborted(len(requests)))
-        elif isinstance(message, api.ResetPrefixCache):
-            self.port.send(peer, core.reset_prefix_cache(stored=message.stored))
-        elif isinstance(message, Operation):
-            operations.ask(peer, message)
-        elif isinstance(message, LoadAdapter):
-            core.adapter_loader.load(message, partial(self.port.send, peer))
-        elif isinstance(message, UnloadAdapter):
-            core.adapter_loader.unload(message, partial(self.port.send, peer))
+        reply = partial(self.port.send, peer)
+        match message:
+            case api.Generate():
+                self._generate(core, peer, message)
+            case api.ForkRequest():
+                self._fork(core, peer, message)
+            case api.Abort():
+                request = core.scheduler.requests.get(message.request_id)
+                if request is not None and request.client == peer:  # a client that lost it to another does not end it
+                    self._abort(core, request, message.samples, stopped=message.stopped)
+            case api.Ping():
+                reply(api.Heartbeat(self._epoch, core.scheduler.step))
+            case api.GetStats():
+                stats = core.stats()
+                stats.malformed_messages, stats.life = self.port.malformed, self._settings.life
+                reply(stats)
+            case api.Describe():
+                asked = message.request_ids, message.external_id
+                reply(core.describe(*asked, with_content=message.with_content))
+            case GetView() | GetBlock():
+                reply(core.look(message))
+            case FindExternal():
+                external = core.scheduler.queues.external
+                reply(ExternalFound([*filter(external.is_live, message.external_ids)]))
+            case AbortExternal():
+                requests = core.scheduler.queues.external.live(message.external_id)
+                for request in requests:
+                    self._abort(core, request)
+                reply(ExternalAborted(len(requests)))
+            case api.ResetPrefixCache():
+                reply(core.reset_prefix_cache(stored=message.stored))
+            case LoadAdapter():
+                core.adapter_loader.load(message, reply)
+            case UnloadAdapter():
+                core.adapter_loader.unload(message, reply)
+            case _ if isinstance(message, Operation):
+                operations.ask(peer, message)
 
     def _generate(self, core: EngineCore, peer: bytes, message: api.Generate) -> None:
         try:
@@ -387,7 +389,7 @@ def _to_wire(item: Produced) -> api.Tokens | api.Finished:
 
 
 @contextmanager
-def made_to_last() -> abc.Iterator[None]:
+def frozen_objects() -> abc.Iterator[None]:
     """Exclude the objects created inside from garbage collection; they live as long as the process.
 
     There is one object per KV block, and traversing them would dominate every collection. A step's own objects are

@@ -98,11 +98,11 @@ class Request:
         self.num_samples = 1 if search else message.params.n
         self.unforked = [] if message.samples else list(range(1, self.num_samples))
         """Indices of the samples that fork once the prompt is computed."""
-        born = message.samples or (SampleSoFar(0, message.output),)
-        self.sequences = [self._born(message.prompt, sample) for sample in born]
+        started = message.samples or (SampleSoFar(0, message.output),)
+        self.sequences = [self._sequence_of(sample, message.prompt) for sample in started]
         self.num_inherited = sum(sequence.num_inherited for sequence in self.sequences)
 
-    def _born(self, prompt: bytes, sample: SampleSoFar) -> Sequence:
+    def _sequence_of(self, sample: SampleSoFar, prompt: bytes) -> Sequence:
         tokens = array("I", prompt)
         tokens.frombytes(sample.output)
         return Sequence(self, sample.index, tokens, num_inherited=len(sample.output) // 4)

@@ -150,26 +150,27 @@ class Sequence:
         """`num_computed`, if all drafts in flight are wrong."""
         return self.num_computed - self.num_drafted
 
-    def drafts(self, count: int) -> None:
-        """Account for `count` draft tokens that the step being scheduled has of this sequence."""
+    def schedule_drafts(self, count: int) -> None:
+        """Account for `count` draft tokens of this sequence in the step being scheduled."""
         self.num_pending += count
         self.num_computed += count
         self.num_drafted += count
 
-    def take_back(self, count: int) -> None:
-        """Undo drafts() for a step whose result has arrived; the caller appends the accepted drafts as tokens. If the
-        sequence was preempted since, lose_blocks() has already undone `num_computed`."""
+    def roll_back_drafts(self, count: int) -> None:
+        """Undo schedule_drafts() for a step whose result has arrived; the caller appends the accepted drafts as tokens.
+        If the sequence was preempted since, lose_blocks() has already undone `num_computed`."""
         self.num_pending -= count
         if self.num_drafted:
             self.num_computed -= count
             self.num_drafted -= count
 
-    def ends_before(self, num_tokens: int) -> None:
-        """The step sampled `num_tokens` tokens past the end of the sequence; its recurrent state includes them."""
+    def discard_sampled(self, num_tokens: int) -> None:
+        """Account for `num_tokens` tokens that a step sampled past the end of the sequence. Its recurrent state
+        includes them."""
         if num_tokens and self.state is not None:
             self.state.is_ahead = True
 
-    def get_nothing(self) -> None:
+    def withhold_token(self) -> None:
         """Account for a step that returned no token because the grammar is still being compiled: the last position is
         computed again without writing its KV. After a preemption it is computed again anyway."""
         self.num_pending -= 1

@@ -1,6 +1,6 @@
 """Drafts: the budget that a step has left is given to decoding sequences, which draft as many further tokens as pay.
 
-Drafts count as computed from the moment they are scheduled; the step's result takes back the rejected ones.
+Drafts count as computed from the moment they are scheduled; the step's result rolls back the rejected ones.
 
 A draft is expected to be accepted at the rate of the sequence's latest drafts, the j-th draft of a step with the j-th
 power of that rate, and to take the time that step_cost.py estimates. Drafts are made if they bring more tokens for
@@ -291,7 +291,7 @@ def add_drafts(
             plan.entries += growth.entries
         plan.entries[place] = Draft(sequence.handle, count, new_ids)
         plan.drafted.append((sequence, count))
-        sequence.drafts(count)
+        sequence.schedule_drafts(count)
         plan.take(count)
         most_rows -= count
     if plan.drafted and price is not None:

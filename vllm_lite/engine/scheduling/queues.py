@@ -154,7 +154,7 @@ class Queues:
                 request.adapter.num_requests -= 1
         self._with_deadline.pop(request.request_id, None)
 
-    def late(self, now_s: float) -> list[Request]:
+    def expired(self, now_s: float) -> list[Request]:
         """Requests whose deadline has passed."""
         return [r for r in self._with_deadline.values() if r.deadline_s is not None and r.deadline_s <= now_s]
 

@@ -27,7 +27,7 @@ class Results:
         queues = self._queues
         tokens = step.tokens_of(result)
         for sequence, count in step.drafted:
-            sequence.take_back(count)
+            sequence.roll_back_drafts(count)
             sequence.drafts_hold = False  # learn() sets it again if all of its drafts were right
         self._lengths.learn_share(sum(count for _, count in step.drafted), sum(result.drafted or ()))
         if result.drafted is not None:
@@ -50,7 +50,7 @@ class Results:
             elif not new:
                 silent.append(sequence)
                 if sequence.request.pooling is not None:
-                    produced.append(self._give(sequence, pooled.get(sequence.handle, b"")))
+                    produced.append(self._end_pooled(sequence, pooled.get(sequence.handle, b"")))
                 else:
                     self._withhold(sequence)
             else:
@@ -78,7 +78,7 @@ class Results:
             if token in sequence.stop_ids or num_tokens >= sequence.max_len:
                 reason = sequence.finish_reason(token)
                 if reason is not None:
-                    sequence.ends_before(len(tokens) - (num_tokens - num_before))
+                    sequence.discard_sampled(len(tokens) - (num_tokens - num_before))
                     del tokens[num_tokens - num_before :]
                     break
         count = num_tokens - num_before
@@ -88,7 +88,7 @@ class Results:
         self._counters.generated_tokens += count
         return reason
 
-    def _give(self, sequence: Sequence, pooled: bytes) -> Produced:
+    def _end_pooled(self, sequence: Sequence, pooled: bytes) -> Produced:
         """End a pooling request, whose prompt is computed, with its vector."""
         sequence.num_pending -= 1
         self._end(sequence, "stop")
@@ -99,7 +99,7 @@ class Results:
         if sequence.status is Status.SWAPPED:  # maybe without blocks that its last position reads
             self._kv.release(sequence)
             sequence.status = Status.PREEMPTED
-        sequence.get_nothing()
+        sequence.withhold_token()
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """End a complete sample. It may be waiting, if it was preempted while its last token was computed."""

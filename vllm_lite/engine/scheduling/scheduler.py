@@ -7,7 +7,7 @@ admitted ones leave of the other half. Drafts share in equal parts what is still
 sequence is preempted: its KV is swapped to the host or computed again.
 
 Steps may be in flight while the next one is made: `num_pending` counts the tokens of a sequence that they will sample,
-drafts included as if all were right. update() takes back the rejected ones.
+drafts included as if all were right. update() rolls back the rejected ones.
 """
 
 from collections import abc
@@ -128,8 +128,8 @@ class Scheduler:
 
     def expire(self, now_s: float) -> list[Produced]:
         """End the requests whose deadline has passed."""
-        late = self.queues.late(now_s)
-        return [self._end_request(each, f"the deadline of {each.params.deadline_ms} ms passed") for each in late]
+        expired = self.queues.expired(now_s)
+        return [self._end_request(each, f"the deadline of {each.params.deadline_ms} ms passed") for each in expired]
 
     def _end_request(self, request: Request, error: str) -> Produced:
         sample, start = request.open_samples()[0]

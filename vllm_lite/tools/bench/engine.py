@@ -18,7 +18,7 @@ from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import CachePart
 from vllm_lite.engine.blocks.pool import BlockPool
-from vllm_lite.engine.process import made_to_last
+from vllm_lite.engine.process import frozen_objects
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.scheduling.policy import BUILT_IN, load
 from vllm_lite.engine.scheduling.queues import Options
@@ -158,7 +158,7 @@ def _scheduler(num_requests: int, *, disk: bool = False) -> Scheduler:
 
 def schedule_update_us(num_requests: int) -> float:
     """Microseconds of schedule() and update() together, for a step of `num_requests` decodes."""
-    with made_to_last():
+    with frozen_objects():
         scheduler = _scheduler(num_requests)
     tokens = pack_tokens([1] * num_requests)
     times = [_step_s(scheduler, tokens) for _ in range(320)]
@@ -170,7 +170,7 @@ def schedule_update_us(num_requests: int) -> float:
 def schedule_update_with_disk(num_requests: int) -> float:
     """Ratio of the same time with a KV cache on disk to that without. Steps with and without it alternate; the blocks
     that are due are reported as written between steps."""
-    with made_to_last():
+    with frozen_objects():
         schedulers = [_scheduler(num_requests, disk=disk) for disk in (False, True)]
     tokens = pack_tokens([1] * num_requests)
     times: tuple[list[float], list[float]] = ([], [])
@@ -212,7 +212,7 @@ def schedule_waiting_us(policy: str, num_waiting: int) -> float:
         request.deadline_s = 1e9 + number % 13
         scheduler.add(request)
 
-    with made_to_last():
+    with frozen_objects():
         add(0, 600)  # first in the queue under every policy
         scheduler.schedule()
         scheduler.update(ModelOutput(0, 1, pack_tokens([1])))
