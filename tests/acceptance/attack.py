@@ -42,7 +42,7 @@ longest, end = 0.0, time.monotonic() + float(sys.argv[3])
 connection = http.client.HTTPConnection(sys.argv[1], int(sys.argv[2]), timeout=60)
 while time.monotonic() < end and sys.stdin.readable():
     begin = time.monotonic()
-    connection.request("GET", "/ping")
+    connection.request("GET", "/health/live")
     connection.getresponse().read()
     longest = max(longest, time.monotonic() - begin)
     print(longest * 1000, flush=True)

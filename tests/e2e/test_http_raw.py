@@ -27,14 +27,16 @@ def server() -> Iterator[Server]:
 # ---- access
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/ping"])
+@pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready"])
 def test_health_needs_no_key(server: Server, path: str) -> None:
     answer = httpx.get(server.url + path)
     assert (answer.status_code, answer.content) == (200, b"")
 
 
 @pytest.mark.parametrize("key", [None, "Bearer", "Bearer wrong", f"Bearer {KEY}x", f"Basic {KEY}", KEY, "Bearer \xe9"])
-@pytest.mark.parametrize("path", ["/v1/models", "/version", "/metrics", "/x", "/health/../v1/models", "/health//x"])
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/version", "/metrics", "/ping", "/x", "/health/../v1/models", "/health//x"]
+)
 def test_everything_else_needs_a_key(server: Server, path: str, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": key.encode("latin-1")}
     error = error_of(httpx.get(server.url + path, headers=headers), 401)  # type: ignore[arg-type]

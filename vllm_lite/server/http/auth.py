@@ -20,7 +20,7 @@ from vllm_lite.server.http.callers import Callers
 from vllm_lite.server.http.dialects import OPENAI, REQUEST_ID, Dialects
 from vllm_lite.server.openai.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """Paths that need no key. They are compared with the path as the server routes it, so that no header can change it."""
 _NO_ADMIN = "vllm_lite.no_admin"
 """Scope key: the error for a sender that is not an admin, None for an admin."""
