@@ -15,7 +15,6 @@ from vllm_lite.checkpoint.quantization.spec import (
     BlockScaled,
     Gguf,
     Gptq,
-    Mixed,
     MxFp4,
     PackedInts,
     QuantizationSpec,
@@ -87,8 +86,7 @@ def kept_on_gpu(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: 
     if dtype_bytes != 2 or is_of_latent_heads(name):
         return False
     layer = name.rpartition(".")[0]
-    own = spec.of(layer) if isinstance(spec, Mixed | Gptq) and not spec.is_dense(layer) else spec
-    match own:
+    match own := spec if spec.is_dense(layer) else spec.of(layer):
         case Gguf():
             return tensor.dtype in GPU_BLOCK_BITS
         case PackedInts() | Gptq() if own.sorted_columns and EXPERTS in name:

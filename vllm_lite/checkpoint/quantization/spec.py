@@ -32,6 +32,10 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="met
             return True
         return first_fit(self.dense, name) is not None
 
+    def of(self, name: str) -> "QuantizationSpec":  # noqa: ARG002
+        """The form of the quantized matrix `name`."""
+        return self
+
     @property
     def label(self) -> str:
         """The method's name in logs and plans."""
@@ -92,7 +96,6 @@ class Gptq(QuantizationSpec, frozen=True, kw_only=True):
         return bool(self.only) and name != HEAD.removesuffix(".weight") and not name.endswith(self.only)
 
     def of(self, name: str) -> "Gptq":
-        """The form of the quantized matrix `name`."""
         own = self._own(name)
         if own is None or own.bits is None:
             return self
@@ -183,7 +186,6 @@ class Mixed(QuantizationSpec, frozen=True, kw_only=True):
         return all(part.is_dense(name) for part in self.parts)
 
     def of(self, name: str) -> PackedInts | BlockScaled:
-        """The form of a quantized layer."""
         return next(part for part in self.parts if not part.is_dense(name))
 
     @property

@@ -21,13 +21,16 @@ def stored(_: BitsAndBytes8, names: Sequence[str], shape: LinearShape) -> Stored
     if shape.stacked is not None:
         return DENSE.stored(names, shape)
     shape = shape._replace(transposed=False)  # bitsandbytes stores [outputs, inputs] in any case
-    named = list(zip(names, shape.outputs, strict=True))
-    weights = tuple(shape.slot(f"{name}.weight", rows) for name, rows in named)
     scales = tuple(
-        WeightSlot(f"{name}.SCB", (rows.total,), (rows.start,), (rows.size,), rows.order) for name, rows in named
+        WeightSlot(f"{name}.SCB", (rows.total,), (rows.start,), (rows.size,), rows.order)
+        for name, rows in zip(names, shape.outputs, strict=True)
     )
     layouts = (WeightStack((whole_slot(f"{name}.weight_format"),), torch.uint8, CPU) for name in names)
-    stacks = (WeightStack(weights, torch.int8, CPU), WeightStack(scales, torch.float32, CPU), *layouts)
+    stacks = (
+        WeightStack(shape.slots(names, ".weight"), torch.int8, CPU),
+        WeightStack(scales, torch.float32, CPU),
+        *layouts,
+    )
     return QuantizedWeight(stacks, _Reader(names).take, shape)
 
 

@@ -37,9 +37,10 @@ class _Reader:
 
     def weight(self) -> QuantizedWeight:
         spec, dtype = self.spec, torch.float8_e4m3fn if self.spec.numbers == "float8" else torch.int8
-        named = zip(self.names, self.shape.outputs, strict=True)
-        weights = tuple(self.shape.slot(f"{name}.weight", rows) for name, rows in named)
-        stacks = [WeightStack(weights, dtype, CPU), self._of_rectangles(spec.scale, torch.float32)]
+        stacks = [
+            WeightStack(self.shape.slots(self.names, ".weight"), dtype, CPU),
+            self._of_rectangles(spec.scale, torch.float32),
+        ]
         if spec.zeros is not None:
             stacks.append(self._of_rectangles(spec.zeros, torch.int8))
         return QuantizedWeight((*stacks, *self._unread()), self._take, self.shape, spec.float8_rows)

@@ -21,7 +21,7 @@ from vllm_lite.layers.quantized.stored import CPU, in_units
 from vllm_lite.layers.weights.gpu_matmul import packed_matmul
 from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul, copies, make_matmul, say_dense
 from vllm_lite.layers.weights.weight_form import DENSE, DenseForm, LinearShape, StackedWeight, StoredWeight
-from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
+from vllm_lite.layers.weights.weight_slot import WeightStack
 
 CHUNK_ELEMENTS = 1 << 20
 """Elements that are dequantized at a time. Intermediate results take several bytes for each, and should stay in a
@@ -81,9 +81,7 @@ class BlockWeight:
         if shape.inputs.total % block.elements:
             raise ModelError(f"{names[0]}: {shape.inputs.total} inputs are not whole blocks of type {kind}")
         columns = in_units(shape.inputs, block.elements).times(block.num_bytes)
-        of_bytes = shape._replace(inputs=columns)
-        named = zip(names, shape.outputs, strict=True)
-        slots: tuple[WeightSlot, ...] = tuple(of_bytes.slot(f"{name}.weight", rows) for name, rows in named)
+        slots = shape._replace(inputs=columns).slots(names, ".weight")
         return cls((WeightStack(slots, torch.uint8, CPU, lent=True),), kind, shape, order)
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:

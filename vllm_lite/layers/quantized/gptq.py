@@ -22,10 +22,6 @@ from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 
 def stored(spec: Gptq, names: Sequence[str], shape: LinearShape) -> QuantizedWeight:
     """The weight of the projections `names`, stacked; see QuantizedForm."""
-    first = spec.of(names[0])
-    if any(spec.of(name) != first for name in names[1:]):
-        raise ModelError(f"{', '.join(names)}: they are quantized in different ways; they are one product here")
-    spec = first
     reader = _Reader(spec, Columns(names, shape, spec.bits, spec.group_size or shape.inputs.total))
     return QuantizedWeight(reader.stacks(), reader.take, shape)
 

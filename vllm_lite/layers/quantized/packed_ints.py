@@ -49,10 +49,7 @@ class _Reader:
         return QuantizedWeight(tuple(stacks), self._take, self.shape)
 
     def _stack(self, ending: str, columns: Split, dtype: torch.dtype) -> WeightStack:
-        shape = self.shape._replace(inputs=columns)
-        named = zip(self.names, self.shape.outputs, strict=True)
-        slots: tuple[WeightSlot, ...] = tuple(shape.slot(f"{name}.{ending}", rows) for name, rows in named)
-        return WeightStack(slots, dtype, CPU)
+        return WeightStack(self.shape._replace(inputs=columns).slots(self.names, f".{ending}"), dtype, CPU)
 
     def _whole(self, ending: str, size: int, dtype: torch.dtype) -> WeightStack:
         return WeightStack(tuple(whole_slot(f"{name}.{ending}", size) for name in self.names), dtype, CPU)

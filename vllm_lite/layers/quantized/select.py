@@ -14,7 +14,6 @@ from vllm_lite.checkpoint.quantization.spec import (
     BlockScaled,
     Gguf,
     Gptq,
-    Mixed,
     MxFp4,
     PackedInts,
     QuantizationSpec,
@@ -48,7 +47,7 @@ class QuantizedForm:
             return DENSE.stored(names, shape)
         if not all(quantized):
             raise ModelError(f"of {', '.join(names)} some are quantized and some are not; they are one product here")
-        specs = [self.spec.of(name) if isinstance(self.spec, Mixed) else self.spec for name in names]
+        specs = [self.spec.of(name) for name in names]
         if any(spec != specs[0] for spec in specs):
             raise ModelError(f"{', '.join(names)}: they are quantized in different ways; they are one product here")
         return FORMATS[type(specs[0])](specs[0], names, shape)

@@ -41,6 +41,10 @@ class LinearShape(NamedTuple):
         start, size = (rows.start, inputs.start), (rows.size, inputs.size)
         return WeightSlot(name, (rows.total, inputs.total), start, size, rows.order, self.transposed, self.stacked)
 
+    def slots(self, names: Sequence[str], ending: str) -> tuple[WeightSlot, ...]:
+        """This rank's rows of each projection in the matrices `<name><ending>`."""
+        return tuple(self.slot(f"{name}{ending}", rows) for name, rows in zip(names, self.outputs, strict=True))
+
 
 class StoredWeight(Protocol):
     """The weight of one linear layer, or of one expert, as stored in a checkpoint."""
@@ -98,9 +102,8 @@ class DenseForm:
 def _dense(names: Sequence[str], shape: LinearShape, form: Form | None) -> "DenseWeight":
     """Weight of projections that become one matrix of one form."""
     ending = ".weight" if shape.stacked is None else ""
-    slots = tuple(shape.slot(f"{name}{ending}", rows) for name, rows in zip(names, shape.outputs, strict=True))
     kind = shape.dtype, shape.device
-    stack = WeightStack(slots, *kind, lent=copies(*kind), packed_as=packs(*kind, form))
+    stack = WeightStack(shape.slots(names, ending), *kind, lent=copies(*kind), packed_as=packs(*kind, form))
     return DenseWeight((stack,), form)
 
 
