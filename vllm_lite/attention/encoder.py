@@ -46,7 +46,6 @@ class EncoderBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
-        """See AttentionBackend."""
         return shape.first_reason(_reason)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
@@ -55,7 +54,6 @@ class EncoderBackend(AttentionBackend):
         return 0 if self.kernels else 4 * max(spec.num_heads for spec in self.shape.groups) * max_seq_len**2
 
     def prepare(self, batch: StepBatch) -> None:
-        """See AttentionBackend."""
         if not self.kernels:
             batch.plan = _Plan([], None)
             return
@@ -71,13 +69,11 @@ class EncoderBackend(AttentionBackend):
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None
     ) -> None:
-        """See AttentionBackend."""
         del kv, group, scales
         heads.turn(self.ops)
         batch.plan.heads = heads
 
     def attend_layer(self, call: Attend, batch: StepBatch) -> None:
-        """See AttentionBackend."""
         plan: _Plan = batch.plan
         heads = plan.heads
         if heads is None:

@@ -130,7 +130,8 @@ ENCODERS = {
     )
     for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
 }
-"""The same for encoders: without a head, with an LM head (which is not read), or with a classification head."""
+"""Architecture of an encoder -> module of `families`: without a head, with an LM head, which is not read, or with a
+classification head."""
 ENCODERS |= {
     f"{stem}ForTokenClassification": ENCODERS[f"{stem}Model"]
     for stem in ("Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "ModernBert")

@@ -182,11 +182,11 @@ class _Groups(NamedTuple):
         return cls(x, is_there.sum(1, keepdim=True).float(), is_there, num_inputs)
 
     def least(self) -> torch.Tensor:
-        """[num_outputs, groups, 1]."""
+        """Minimum of each group: [num_outputs, groups, 1]."""
         return torch.where(self.is_there, self.x, torch.inf).amin(2, keepdim=True)
 
     def most(self) -> torch.Tensor:
-        """The same."""
+        """Maximum of each group: [num_outputs, groups, 1]."""
         return torch.where(self.is_there, self.x, -torch.inf).amax(2, keepdim=True)
 
 

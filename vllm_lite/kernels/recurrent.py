@@ -173,7 +173,6 @@ class TwoCalls(SegmentedOp[Spec, Parts, Weights]):
         mixed: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """See SegmentedOp."""
         parts = self.split_projected(projected)
         kept, matrices = split_state(states, self.spec)
         x: torch.Tensor = parts._asdict()["mixed"]

@@ -52,6 +52,5 @@ class ConvolvedOp(ShortConvOp):
         mixed: torch.Tensor,  # noqa: ARG002 (as ShortConvOp's)
         out: torch.Tensor,
     ) -> None:
-        """See ShortConvOp."""
         b, c, x = projected.chunk(3, dim=1)
         self.convolution(x, (b, c), Taps(weight), states.unflatten(1, self.spec.conv_shape), segments, out)

@@ -15,7 +15,7 @@ int8_g128: as int8, with a scale and a minimum per 128 inputs, for matrices that
 INT4_GROUPS = {"int4": 128, "int4_g32": 32}
 """Number of inputs that share a scale, in 4-bit forms."""
 GROUPS = {"int8": 32, "fp8": 128, "int5_g32": 32, "int8_g128": 128, **INT4_GROUPS}
-"""The same for all forms."""
+"""Number of inputs that share a scale, in each form."""
 TILE_GROUP = 128
 """kQuantGroup: the group size for which tile kernels are fastest. On CPUs with tiles, int8 has such groups."""
 BITS_IN_BYTES = {"int4_g32": 4, "int5_g32": 5}

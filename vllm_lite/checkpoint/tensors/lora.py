@@ -182,7 +182,7 @@ class _Patterns:
                 self._expressions.append((place, number, self._compiled(pattern)))
 
     def of(self, module: str, default: float) -> float:
-        """The number for a layer."""
+        """The number of the first pattern that matches the name of `module`, or `default`."""
         parts = module.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts)))
         behind = len(self._named) + len(self._expressions), default

@@ -149,7 +149,7 @@ def _tensor_bytes(
 def _quantized_tensors(
     checkpoint: Checkpoint, quantization: QuantizationSpec, dtype_bytes: int, shard: Shard, device: str
 ) -> Mapping[str, int]:
-    """The same for a quantized checkpoint."""
+    """As `_tensor_bytes`, for a checkpoint whose weights are quantized."""
     spec, held = checkpoint.spec, dict[str, int]()
     named = {canonical(stored_as): tensor for stored_as, tensor in checkpoint.tensors.items()}
     for name in checkpoint.shapes:

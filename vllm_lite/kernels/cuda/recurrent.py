@@ -159,7 +159,7 @@ class LaunchedDeltaNet(LaunchedScan[DeltaNetSpec, Projected, DeltaNetWeights], D
 
 
 class LaunchedMamba(LaunchedScan[MambaSpec, MambaInputs, MambaWeights], MambaOp):
-    """Mamba-2."""
+    """The scan of a Mamba-2 layer."""
 
     @staticmethod
     def supports(spec: MambaSpec, dtype: torch.dtype) -> bool:

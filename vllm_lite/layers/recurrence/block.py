@@ -114,14 +114,14 @@ def specs_of(parts: Parts, layer: int, kind: type[S]) -> tuple[S, S]:
 
 
 def conv_slots(name: str, conv_size: int, held: Sequence[Split]) -> tuple[WeightSlot, ...]:
-    """Parts of a convolution's weight, [channels, 1, conv_size]."""
+    """Request the parts `held` of a convolution's weight, [channels, 1, conv_size]."""
     return tuple(
         WeightSlot(name, (part.total, 1, conv_size), (part.start, 0, 0), (part.size, 1, conv_size)) for part in held
     )
 
 
 def vector_slots(name: str, *held: Split) -> tuple[WeightSlot, ...]:
-    """Parts of a vector."""
+    """Request the parts `held` of a vector."""
     return tuple(WeightSlot(name, (part.total,), (part.start,), (part.size,)) for part in held)
 
 

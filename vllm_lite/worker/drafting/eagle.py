@@ -46,6 +46,5 @@ class EagleDrafter(HeadDrafter):
         return head
 
     def computed(self, step: ComputedStep) -> None:
-        """See HeadDrafter."""
         hidden = None if step.hidden is None else self._model.fused(len(step.hidden))
         super().computed(replace(step, hidden=hidden))

@@ -52,7 +52,7 @@ class PackedStack(NamedTuple):
         return cls(first.shape, codes, whole.to(dtype), first.group_shift, first.kind, less, in_turn)
 
     def some(self, part: slice) -> Self:
-        """A part of the experts."""
+        """The stack of the experts in `part`."""
         return self._replace(codes=self.codes[part], scales=self.scales[part])
 
 
