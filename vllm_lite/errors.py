@@ -16,6 +16,8 @@ VllmLiteError
       +-- DeviceHungError   in a worker: its GPU has not finished the launched kernels in time
 """
 
+from typing import Any
+
 
 class VllmLiteError(Exception):
     """Base of all errors raised on purpose by this package."""
@@ -48,6 +50,10 @@ class ContextLengthError(RequestError):
             f"This model's maximum context length is {max_model_len} tokens, but you requested {max_tokens or 0} "
             f"output tokens and your prompt contains at least {num_prompt} input tokens; {advice}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the message. Python's own way calls __init__ with it, so that a process pool waits forever."""
+        return type(self).__new__, (type(self), *self.args)
 
 
 class PooledLengthError(ContextLengthError):
