@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import resource
 
 import pytest
 import torch
@@ -58,6 +59,37 @@ def test_a_limited_number_of_blocks_is_touched_before_use(monkeypatch):
     touch.use(9)
     finish(touch)
     assert existing(pool) == [block < 26 for block in range(NUM_BLOCKS)]
+
+
+def test_the_largest_steps_find_their_pages(monkeypatch):
+    """Also after a step after which no thread had to start, and where the thread that starts with a step is late."""
+    monkeypatch.setattr(touch_ahead, "PIECE_BYTES", BLOCK_BYTES)
+    pool = new_pool()
+    no_huge_pages = 15
+    address, num_bytes = ctypes.c_void_p(pool.data_ptr()), ctypes.c_size_t(pool.nbytes)
+    assert ctypes.CDLL(None).madvise(address, num_bytes, no_huge_pages) == 0
+    touch = TouchAhead(pool, AHEAD_BYTES)
+    touch.expect(12 * BLOCK_BYTES)
+    touch.use(0)
+    finish(touch)
+    end = 1
+    for num_blocks in (7, 12, 12, 12, 3, 12):
+        faults_before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        ctypes.memset(pool[end].data_ptr(), 1, num_blocks * BLOCK_BYTES)
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults_before
+        assert faults < BLOCK_BYTES // mmap.PAGESIZE // 2, f"the step of blocks {end} to {end + num_blocks - 1}"
+        end += num_blocks
+        touch.use(end - 1)
+        finish(touch)
+
+
+def test_the_worker_expects_its_largest_step(tiny_checkpoint, monkeypatch):
+    expected: list[int] = []
+    monkeypatch.setattr(TouchAhead, "expect", lambda _, step_bytes: expected.append(step_bytes))
+    worker = Driver(tiny_checkpoint).worker
+    config, cache = worker.config, worker.runner.cache_engine
+    num_blocks = config.max_num_batched_tokens // config.block_size * len(cache.spec.kv_groups)
+    assert expected == [num_blocks * cache.pool[0].nbytes]
 
 
 def test_touching_keeps_contents_and_ends_with_the_pool():

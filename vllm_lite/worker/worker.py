@@ -310,6 +310,7 @@ class Worker:
         """
         cache_engine = self._allocate(start)
         swap_blocks_per_s = cache_engine.measure_swap()
+        cache_engine.expect(self.limits.max_num_tokens)
         cache_engine.use(NULL_BLOCK)
         progress, model = self.progress, self.model
         views, num_layers = cache_engine.layer_views(), self.spec.num_layers

@@ -165,6 +165,12 @@ class CacheEngine:
             num_rounds += 1
         return num_rounds * len(program) / took_s
 
+    def expect(self, step_tokens: int) -> None:
+        """Set the tokens of the largest step. On a CPU, pages of its blocks are touched before it begins."""
+        if self._touch_ahead is not None:
+            num_blocks = -(-step_tokens // self.block_size) * len(self.spec.kv_groups)
+            self._touch_ahead.expect(num_blocks * self._touch_ahead.block_bytes)
+
     def use(self, highest_block: int) -> None:
         """Set the highest block id used so far. On a CPU, pages of the blocks after it are touched ahead."""
         if self._touch_ahead is not None:

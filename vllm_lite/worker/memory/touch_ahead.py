@@ -17,7 +17,8 @@ from vllm_lite.kernels.cpu import memory
 from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
 
 AHEAD_BYTES = 1 << 27
-"""Bytes allocated beyond the highest block in use: a busy machine's tokens of a second, allocated in 0.3 s."""
+"""Bytes allocated beyond the highest block in use: a busy machine's tokens of a second, allocated in 0.3 s. Twice the
+largest step's if that is more."""
 PIECE_BYTES = 8 * HUGE_PAGE_BYTES
 NICENESS = 10
 """Niceness of the thread that allocates pages, so that kernels go first."""
@@ -40,6 +41,11 @@ class TouchAhead:
         self.thread: threading.Thread | None = None
         """The latest thread."""
 
+    def expect(self, step_bytes: int) -> None:
+        """Record the bytes of new blocks that the largest step fills. Twice as much is allocated ahead: the thread
+        starts when half of it is used, and has a step's time to allocate the next step's pages."""
+        self._ahead_bytes = max(self._ahead_bytes, 2 * step_bytes)
+
     def use(self, block_id: int) -> None:
         """Record that blocks up to `block_id` are in use, and start a thread if pages are missing. Does not wait."""
         used_bytes = (block_id + 1) * self.block_bytes
@@ -54,8 +60,8 @@ class TouchAhead:
 
     def make(self, num_bytes: int) -> None:
         """Allocate the pages of the next `num_bytes` bytes on the caller's thread, within the first three quarters of
-        the pool, because they will be filled at once. Then also allocate AHEAD_BYTES, so that this does not run beside
-        the step that reads them."""
+        the pool, because they will be filled at once. Then also allocate as much ahead as `use` does, so that this does
+        not run beside the step that reads them."""
         goal_bytes = self._used_bytes + num_bytes + self._ahead_bytes
         self._make(min(goal_bytes, self.pool.nbytes * 3 // 4))
 
