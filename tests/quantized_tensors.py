@@ -161,18 +161,40 @@ FORMATS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
+def is_projection(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+def quantized_pair(
+    dense: Path,
+    packed: Path,
+    write: Callable[..., tuple[Tensors, torch.Tensor]],
+    config: dict[str, Any],
+    chosen: Callable[[str], bool] = is_projection,
+    *,
+    turned: bool = False,
+) -> tuple[Path, Path]:
+    """Quantize the chosen matrices of `packed`, and in `dense`, which is equal to it, replace them by their dequantized
+    values. `turned`: matrices are stored as [inputs, outputs]."""
+    weights, stored = load_file(dense / SINGLE_FILE), Tensors()
+    for name, weight in list(weights.items()):
+        if not chosen(name):
+            stored[name] = weight
+            continue
+        matrix = weight.float().t().contiguous() if turned else weight.float()
+        tensors, made = write(name.removesuffix(".weight"), matrix, config)
+        weights[name] = made.t().contiguous() if turned else made
+        stored |= tensors
+    save_file(weights, dense / SINGLE_FILE)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / SINGLE_FILE)
+    say_quantized(packed, config)
+    return dense, packed
+
+
 def quantized(folder: Path, write: Callable[..., Any], config: dict[str, Any]) -> Path:
     """Write a checkpoint of LARGE's sizes with quantized projections to `folder`, and return it."""
     path = make_checkpoint(folder, **LARGE)
-    stored: Tensors = {}
-    for name, weight in load_file(path / SINGLE_FILE).items():
-        if name.endswith("_proj.weight"):
-            stored |= write(name.removesuffix(".weight"), weight.float(), config)[0]
-        else:
-            stored[name] = weight
-    save_file(stored, path / SINGLE_FILE)
-    say_quantized(path, config)
-    return path
+    return quantized_pair(path, path, write, config)[1]
 
 
 def check_refused(path: Path, config: dict[str, Any], problem: str) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle
-from tests.quantized_tensors import check_refused, int8_tensors, nf4_tensors, say_quantized
+from tests.quantized_tensors import check_refused, int8_tensors, is_projection, nf4_tensors, quantized_pair
 from vllm_lite.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from vllm_lite.checkpoint.quantization.spec import BitsAndBytes4
 from vllm_lite.checkpoint.shard import Split
@@ -30,18 +30,11 @@ SKIPPED = "model.layers.1.self_attn"
 def checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
     """A checkpoint with dequantized weights, and the same one quantized, except for a part of a layer."""
     dense, packed = make_checkpoint(folder / "dense"), make_checkpoint(folder / "packed")
-    weights, stored = load_file(dense / SINGLE_FILE), {}
     write = int8_tensors if "load_in_8bit" in config else nf4_tensors
-    for name, weight in list(weights.items()):
-        if not name.endswith("_proj.weight") or name.startswith(SKIPPED):
-            stored[name] = weight
-            continue
-        tensors, weights[name] = write(name.removesuffix(".weight"), weight, config)
-        stored |= tensors
-    save_file(weights, dense / SINGLE_FILE)
-    save_file(stored, packed / SINGLE_FILE)
-    say_quantized(packed, {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", SKIPPED], **config})
-    return dense, packed
+    config = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", SKIPPED], **config}
+    return quantized_pair(
+        dense, packed, write, config, lambda name: is_projection(name) and not name.startswith(SKIPPED)
+    )
 
 
 @pytest.mark.usefixtures("float_products")

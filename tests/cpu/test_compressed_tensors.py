@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle
-from tests.quantized_tensors import Tensors, check_refused, say_quantized
+from tests.quantized_tensors import Tensors, check_refused, quantized_pair
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.quantization.spec import PackedInts
 from vllm_lite.checkpoint.shard import Split
-from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.grouped import dequantize
 from vllm_lite.layers.quantized import packed_ints
@@ -89,21 +87,10 @@ def numbers(ending: str, activation: str, shape: tuple[int, ...], name: str, wei
     return {f"{name}.weight": codes, **others}, codes.float() * scale.float()
 
 
-def checkpoints(folder: Path, write: Writer, config: dict[str, Any], chosen: str = "_proj.weight") -> tuple[Path, Path]:
+def checkpoints(folder: Path, write: Writer, config: dict[str, Any]) -> tuple[Path, Path]:
     """A checkpoint with dequantized weights, and the same one quantized."""
     dense, packed = (make_checkpoint(folder / name, intermediate_size=96) for name in ("dense", "packed"))
-    weights = load_file(dense / SINGLE_FILE)
-    stored: Tensors = {}
-    for name, weight in list(weights.items()):
-        if name.endswith(chosen):
-            tensors, weights[name] = write(name.removesuffix(".weight"), weight)
-            stored |= tensors
-        else:
-            stored[name] = weight
-    save_file(weights, dense / SINGLE_FILE)
-    save_file(stored, packed / SINGLE_FILE)
-    say_quantized(packed, config)
-    return dense, packed
+    return quantized_pair(dense, packed, lambda name, weight, _: write(name, weight), config)
 
 
 def of_library(form: str, *schemes: Scheme, targets: tuple[str, ...] = ("Linear",), **others: Any) -> dict[str, Any]:

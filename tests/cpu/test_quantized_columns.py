@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import make_checkpoint
 from tests.paged import Oracle
 from tests.quantized_tensors import (
-    Tensors,
     awq_tensors,
     check_refused,
     gptq_config,
     gptq_tensors,
+    quantized_pair,
     say_quantized,
     words,
     zeros_less_one,
@@ -35,18 +35,7 @@ from vllm_lite.layers.weights.weight_form import LinearShape
 def checkpoints(folder: Path, write: Callable[..., Any], config: dict[str, Any], inner: int = 128) -> tuple[Path, Path]:
     """A checkpoint with dequantized weights, and the same one quantized."""
     dense, packed = (make_checkpoint(folder / name, intermediate_size=inner) for name in ("dense", "packed"))
-    weights = load_file(dense / SINGLE_FILE)
-    stored: Tensors = {}
-    for name, weight in list(weights.items()):
-        if name.endswith("_proj.weight"):
-            tensors, weights[name] = write(name.removesuffix(".weight"), weight, config)
-            stored |= tensors
-        else:
-            stored[name] = weight
-    save_file(weights, dense / SINGLE_FILE)
-    save_file(stored, packed / SINGLE_FILE)
-    say_quantized(packed, config)
-    return dense, packed
+    return quantized_pair(dense, packed, write, config)
 
 
 def configs() -> Iterator[Any]:

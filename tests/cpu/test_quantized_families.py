@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.families.variant import Variant
 from tests.mxfp4_files import as_mxfp4
 from tests.paged import Oracle
-from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
+from tests.quantized_tensors import awq_tensors, gptq_config, gptq_tensors, nf4_tensors, quantized_pair, say_quantized
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.memory import share
 from vllm_lite.checkpoint.shard import Shard
@@ -50,27 +50,14 @@ def quantized(
     """A checkpoint of the family with dequantized weights, and the same one quantized, except for tensors with
     `dense_part` in their names."""
     dense, packed = variant.make(folder / "dense"), variant.make(folder / "packed")
-    weights = load_file(dense / SINGLE_FILE)
-    stored: Tensors = {}
-    for name, weight in list(weights.items()):
+    shapes = {name: tensor.shape for name, tensor in load_file(dense / SINGLE_FILE).items()}
+
+    def chosen(name: str) -> bool:
         routes = name.endswith((".mlp.gate.weight", "block_sparse_moe.gate.weight"))
-        if (
-            weight.dim() != 2
-            or routes
-            or dense_part in name
-            or not any(part in name for part in (".layers.", "h.0.", "h.1."))
-        ):
-            stored[name] = weight
-            continue
-        turned = variant.name == "gpt2"
-        matrix = weight.t().contiguous() if turned else weight
-        tensors, made = write(name.removesuffix(".weight"), matrix, config)
-        weights[name] = made.t().contiguous() if turned else made
-        stored |= tensors
-    save_file(weights, dense / SINGLE_FILE)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / SINGLE_FILE)
-    say_quantized(packed, config)
-    return dense, packed
+        of_layer = any(part in name for part in (".layers.", "h.0.", "h.1."))
+        return len(shapes[name]) == 2 and of_layer and not routes and dense_part not in name
+
+    return quantized_pair(dense, packed, write, config, chosen, turned=variant.name == "gpt2")
 
 
 @pytest.mark.usefixtures("float_products")

@@ -3,24 +3,11 @@
 import pytest
 import torch
 
+from tests.kernels.routing_cases import V2, V2_LITE, V3
 from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.kernels.routing import Chosen, Routing, choose
 
 NUM_TOKENS = 50
-V2_LITE = RoutingSpec(64, 6)
-V2 = RoutingSpec(160, 6, scale=16.0, num_groups=8, groups_per_token=3)
-V3 = RoutingSpec(
-    256,
-    8,
-    "sigmoid",
-    renormalize=True,
-    epsilon=1e-20,
-    scale=2.5,
-    choice_bias=True,
-    num_groups=8,
-    groups_per_token=4,
-    group_score="top two",
-)
 
 
 def routed(spec: RoutingSpec, logits: torch.Tensor, bias: torch.Tensor | None = None) -> Chosen:

@@ -9,6 +9,19 @@ from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.routing import Chosen, Routing, choose
 
+V2_LITE = RoutingSpec(64, 6)
+V2 = RoutingSpec(160, 6, scale=16.0, num_groups=8, groups_per_token=3)
+V3 = RoutingSpec(
+    *(256, 8, "sigmoid"),
+    renormalize=True,
+    epsilon=1e-20,
+    scale=2.5,
+    choice_bias=True,
+    num_groups=8,
+    groups_per_token=4,
+    group_score="top two",
+)
+
 
 def blank(num_tokens: int, spec: RoutingSpec, device: torch.device) -> Chosen:
     """Ids and weights that no router may leave as they are."""
@@ -81,22 +94,8 @@ CASES: list[tuple[str, Case]] = [
     ("gemma4", routed(RoutingSpec(40, 4, renormalize=True, expert_factors=True))),
     ("all_experts", routed(RoutingSpec(33, 33))),
     ("one_expert", routed(RoutingSpec(1, 1, scoring="sigmoid"))),
-    (
-        "deepseek_v3",
-        routed(
-            RoutingSpec(
-                *(256, 8, "sigmoid"),
-                renormalize=True,
-                epsilon=1e-20,
-                scale=2.5,
-                choice_bias=True,
-                num_groups=8,
-                groups_per_token=4,
-                group_score="top two",
-            )
-        ),
-    ),
-    ("deepseek_v2", routed(RoutingSpec(160, 6, scale=16.0, num_groups=8, groups_per_token=3))),
+    ("deepseek_v3", routed(V3)),
+    ("deepseek_v2", routed(V2)),
     ("strided_logits", routed(RoutingSpec(60, 4, epsilon=0.1, renormalize=True), gap=4)),
     ("most_experts", routed(RoutingSpec(2048, 10), num_tokens=2)),
     ("ties", ties),

@@ -157,6 +157,17 @@ def test_a_cause_that_does_not_come_is_not_waited_for_long(host: Host, death: st
     assert str(failure.error) == f"worker 0 (pid 4711) died: {death}"
 
 
+def check_named_by_its_end(host: Host) -> None:
+    """Let rank 1 end, which has not said anything yet."""
+    assert host.executor.failure() is None
+    host.workers[1].death = "exit status 0"
+    assert host.executor.failure() is None, "its last message may be on its way"
+    host.now_s += LATE_MESSAGE_S
+    failure = host.executor.failure()
+    assert failure is not None
+    assert str(failure.error) == "worker 1 (pid 4711) died: exit status 0"
+
+
 @two_workers
 @pytest.mark.parametrize("late_s", [LATE_MESSAGE_S, NEARLY_S])
 @pytest.mark.parametrize("named", [1, None])
@@ -166,13 +177,7 @@ def test_a_rank_that_is_slow_to_leave_is_named_by_its_end(host: Host, late_s: fl
     host.workers[0].say(waited(named))
     lose(host.executor.poll)
     host.now_s += late_s
-    assert host.executor.failure() is None
-    host.workers[1].death = "exit status 0"
-    assert host.executor.failure() is None, "its last message may be on its way"
-    host.now_s += LATE_MESSAGE_S
-    failure = host.executor.failure()
-    assert failure is not None
-    assert str(failure.error) == "worker 1 (pid 4711) died: exit status 0"
+    check_named_by_its_end(host)
 
 
 @two_workers
@@ -197,13 +202,7 @@ def test_a_rank_that_cannot_be_reached_is_named_by_its_end(host: Host) -> None:
     host.workers[1].connection.close()
     lose(lambda: host.executor.submit(step(1)))
     host.now_s += NEARLY_S
-    assert host.executor.failure() is None
-    host.workers[1].death = "exit status 0"
-    assert host.executor.failure() is None, "its last message may be on its way"
-    host.now_s += LATE_MESSAGE_S
-    failure = host.executor.failure()
-    assert failure is not None
-    assert str(failure.error) == "worker 1 (pid 4711) died: exit status 0"
+    check_named_by_its_end(host)
 
 
 @two_workers
