@@ -81,6 +81,10 @@ def test_a_relative_path_where_the_folder_is_gone(
     for words in ("plan m.gguf", "serve m.gguf", "run-batch -i a -o b --model demo"):
         sentence = "the current folder is there no longer; change to another one\n"
         assert said(capsys, *words.split(" ")) == (2, f"vllm-lite: {sentence}")
+    # In a process of its own, which torch's libraries would end.
+    command = [sys.executable, "-P", "-m", "vllm_lite", "quantize", "demo", "--out", "/none"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), check=False)
+    assert (done.returncode, done.stderr) == (2, f"vllm-lite: {sentence}")
 
 
 def test_json_of_a_flag_has_no_number_that_a_request_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 `serve` reads it like any other. Needs about as much memory as the largest file written, 4 GiB."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    os.getcwd()  # raises an error if the folder was removed, where torch's libraries would end the process
+
     from vllm_lite.tools.quantize.checkpoint import quantize_checkpoint  # imports torch, which takes a second
 
     is_demo = arguments.model == DEMO_MODEL
