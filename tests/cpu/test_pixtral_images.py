@@ -7,16 +7,14 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.image_answers import GREEDY, Answer, check_another_pixel, check_answers, generated, tower_of, ways
-from tests.images import as_file, chat_of, chats, make_mistral3, make_pixtral, picture
-from vllm_lite import LLM
+from tests.image_answers import Answer, check_another_pixel, check_answers, check_forks, generated, tower_of, ways
+from tests.images import as_file, chats, make_mistral3, make_pixtral, picture
 from vllm_lite.client.media.processors import RowSettings, resized
 from vllm_lite.errors import RequestError
 
@@ -151,13 +149,7 @@ def test_answers_match_transformers(made: Made, answers: list[Answer], settings:
 
 
 def test_samples_of_a_prompt_are_forks(made: Made, answers: list[Answer]) -> None:
-    several = msgspec.structs.replace(GREEDY, n=3)
-    with LLM(str(made.path), num_gpu_blocks_override=64, **SMALL) as llm:
-        (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
-        again = llm.chat(chat_of([*CHATS[3], "more"]), GREEDY, use_tqdm=False)[0]
-    assert [sample.token_ids for sample in output.outputs] == [answers[3][1]] * 3
-    assert again.num_cached_tokens is not None
-    assert again.num_cached_tokens >= len(answers[3][0]) // 16 * 16 - 16
+    check_forks(made.path, SMALL, CHATS[3], answers[3][1])
 
 
 def test_a_pixel_makes_another_image(made: Made) -> None:

@@ -14,10 +14,6 @@ def _nothing(_: Metadata) -> dict[str, Any]:
     return {}
 
 
-def _unchanged(_: Metadata) -> Changes:
-    return {}
-
-
 class Architecture(NamedTuple):
     """Rules that derive a config.json and tensors from the files of one architecture."""
 
@@ -27,7 +23,7 @@ class Architecture(NamedTuple):
     """Keys of config.json that are specific to the architecture."""
     names: Mapping[str, str] = {}
     """Tensor names, as for `names.name_here`."""
-    changes: Callable[[Metadata], Changes] = _unchanged
+    changes: Callable[[Metadata], Changes] = _nothing
     """Tensors that differ by more than their names."""
     is_interleaved: bool = False
     """Whether llama.cpp rotates element 2 i of a head with 2 i + 1, with the rows of Q and K in that order, while the
