@@ -269,9 +269,9 @@ async def test_many_ids_are_decoded_in_slices(kind: str, skip: bool, monkeypatch
 def test_candidates_are_made_when_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def seen(tokenizer: Any, token_id: int, entry: TokenLogprobs) -> Any:
+    def seen(tokenizer: Any, token_id: int, entry: TokenLogprobs, **asked: Any) -> Any:
         made.append(token_id)
-        return candidates(tokenizer, token_id, entry)
+        return candidates(tokenizer, token_id, entry, **asked)
 
     monkeypatch.setattr(sample, "candidates", seen)
     scores = PromptScores(None, [7, 8, 9, 10])

@@ -16,7 +16,7 @@ _pack = msgspec.msgpack.Encoder().encode
 _unpack = msgspec.msgpack.Decoder(tuple[int, TokenLogprobs]).decode
 
 
-class Scores(Sequence[dict[int, Logprob]]):
+class PackedLogprobs(Sequence[dict[int, Logprob]]):
     """Logprobs of consecutive tokens. They stay packed, as objects would take ten times the memory: each item is made
     anew when it is read. Safe in any thread."""
 
@@ -29,7 +29,7 @@ class Scores(Sequence[dict[int, Logprob]]):
     def extend(self, token_ids: Iterable[int], entries: Iterable[TokenLogprobs]) -> None:
         self.packed += map(_pack, zip(token_ids, entries, strict=False))
 
-    def inherit(self, parent: "Scores") -> None:
+    def inherit(self, parent: "PackedLogprobs") -> None:
         self.packed += parent.packed
 
     def __len__(self) -> int:
@@ -38,14 +38,14 @@ class Scores(Sequence[dict[int, Logprob]]):
     @overload
     def __getitem__(self, place: int) -> dict[int, Logprob]: ...
     @overload
-    def __getitem__(self, place: slice) -> "Scores": ...
-    def __getitem__(self, place: int | slice) -> "dict[int, Logprob] | Scores":
+    def __getitem__(self, place: slice) -> "PackedLogprobs": ...
+    def __getitem__(self, place: int | slice) -> "dict[int, Logprob] | PackedLogprobs":
         if isinstance(place, slice):
-            return Scores(self._tokenizer, is_ranked=self._is_ranked, packed=self.packed[place])
+            return PackedLogprobs(self._tokenizer, is_ranked=self._is_ranked, packed=self.packed[place])
         return candidates(self._tokenizer, *_unpack(self.packed[place]), is_ranked=self._is_ranked)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Scores | list) and list(self) == list(other)
+        return isinstance(other, PackedLogprobs | list) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # like a list's
 
@@ -73,7 +73,7 @@ class Sample:
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.cumulative_logprob: float | None = 0.0 if logprobs else None
-        self.logprobs = Scores(tokenizer, is_ranked=not is_named) if logprobs else None
+        self.logprobs = PackedLogprobs(tokenizer, is_ranked=not is_named) if logprobs else None
         self._shown: list[dict[int, Logprob]] = []  # the first of them, as output() has given them
         self.stop_reason: int | str | None = None
         self.text = ""
@@ -201,8 +201,8 @@ class Cursor:
     def delta(self) -> CompletionOutput | None:
         """The new part of the sample: text, tokens, their logprobs, and its end; None if nothing is new.
 
-        `cumulative_logprob` is of all tokens; `logprobs` are Scores, of which next_output() makes a list. An error ends
-        the whole request and is reported there, not as a finish reason here.
+        `cumulative_logprob` is of all tokens; `logprobs` are PackedLogprobs, of which next_output() makes a list. An
+        error ends the whole request and is reported there, not as a finish reason here.
         """
         sample, start, num_chars = self._sample, self._num_tokens, self._num_chars
         reason = None if sample.finish_reason == "error" else sample.finish_reason
@@ -224,12 +224,12 @@ class Cursor:
 
 
 class PromptScores:
-    """Logprobs of a prompt. They stay packed as Scores, since a long prompt has many, and the thread that receives them
-    serves other requests, too. Iteration yields `entries`, made one by one."""
+    """Logprobs of a prompt. They stay packed, since a long prompt has many, and the thread that receives them serves
+    other requests, too. Iteration yields `entries`, made one by one."""
 
     def __init__(self, tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
-        self._scores = Scores(tokenizer)
+        self._scores = PackedLogprobs(tokenizer)
         self._entries: list[dict[int, Logprob] | None] = [None]
 
     def __iter__(self) -> Iterator[dict[int, Logprob] | None]:
