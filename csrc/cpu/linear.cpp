@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "common.h"
+#include "linear_pair.h"
 #include "pack.h"
 #include "program.h"
 #include "read_ahead.h"
@@ -26,6 +27,9 @@ constexpr int64_t kWideBlocks = 16;
 
 // Alignment of the integers of rows: tiles read whole cache lines.
 constexpr int64_t kLine = 64;
+
+// Maximum bytes of rows that each thread prefetches before its first task.
+constexpr int64_t kMaxShared = 4096;
 
 // The same as kMinTask for quantizing, in inputs; about 5 us.
 constexpr int64_t kMinQuantized = 32 << 10;
@@ -99,18 +103,6 @@ bool by_thread(const LinearCall& call) {
   return call.num_rows <= kFewRows || call.panel != nullptr;
 }
 
-// The memory that thread `thread` prefetches after the task with `part` of the columns: up to the end of its own tasks
-// (of this task, if it was another thread's), and then the weights of its part of the program's next product.
-// `bytes`: of a block.
-ReadOn read_on(const LinearCall& call, const ColumnParts& columns, int64_t bytes, int64_t part, int thread) {
-  const int64_t threads = vllm_lite::num_threads();
-  const int64_t begin = columns.count * thread / threads, end = columns.count * (thread + 1) / threads;
-  const int64_t last = columns.first(part >= begin && part < end ? end : part + 1);
-  const char* data = static_cast<const char*>(call.weight->data);
-  const char* next = vllm_lite::next_read(thread, static_cast<int>(threads));
-  return {data + last * bytes, next, vllm_lite::are_cached()};
-}
-
 // Wide tasks read x once for many blocks; with many rows, reading x is a fifth of a narrow task's time. There are
 // several tasks per thread, so that all threads finish at about the same time.
 ColumnParts column_parts(const LinearCall& call, const RowParts& rows) {
@@ -140,9 +132,10 @@ ColumnParts tile_column_parts(const LinearCall& call, const RowParts& rows) {
   return {num_blocks, 1, count * rows.count % threads == 0 ? count : least};
 }
 
-// Memory for the rows of `call` as integers, valid until this thread's next call.
-QuantizedRows quantized_rows(const LinearCall& call) {
-  static thread_local Scratch scratch;
+// Memory for the rows of `call` as integers, valid until this thread's next call with the same `place`, 0 or 1.
+QuantizedRows quantized_rows(const LinearCall& call, int place) {
+  static thread_local Scratch scratches[2];
+  Scratch& scratch = scratches[place];
   const RowLayout layout = RowLayout::of(*call.weight);
   char* memory = scratch.get(call.num_rows * layout.row_bytes() + kLine);
   const uintptr_t values = reinterpret_cast<uintptr_t>(QuantizedRows::in(memory, call.num_rows, layout).values);
@@ -188,6 +181,12 @@ const void* panel_of(const LinearCall& call) {
   return panel;
 }
 
+// The same call, with its rows in a panel if that is faster.
+LinearCall with_panel(LinearCall call) {
+  if (are_streamed(call)) call.panel = panel_of(call);
+  return call;
+}
+
 // The words of one output of a packed weight that is not grouped.
 void copy_output(const PackedWeight& weight, int64_t output, char* row) {
   const int64_t row_bytes = weight.num_inputs * element_size(weight.type);
@@ -195,6 +194,117 @@ void copy_output(const PackedWeight& weight, int64_t output, char* row) {
       static_cast<const char*>(weight.data) + output / kBlock * packed_block_bytes(weight.num_inputs, weight.type);
   if (short_words(weight.type)) return unpack_row<uint16_t>(block + output % kBlock * 2, row_bytes, row);
   unpack_row<uint32_t>(block + output % kBlock * 4, row_bytes, row);
+}
+
+// Whether tasks by tiles copy the rows of `call` first.
+bool are_wide(const LinearCall& call) {
+  return call.num_rows > kTilesInPlace && fits_wide_tiles(*call.weight, call.x_type);
+}
+
+RowParts row_parts(const LinearCall& call) {
+  const PackedWeight& weight = *call.weight;
+  const bool are_grouped = is_amx(isa()) && is_grouped(weight.type) && fits_tiles(weight, call.x_type);
+  const int64_t by_vectors = quantizes_rows(weight) ? kMaxByteRows : kMaxRows;
+  const int64_t most = are_wide(call) ? most_tile_rows(call) : are_grouped ? kMaxGroupedRows : by_vectors;
+  return {call.num_rows, most, are_wide(call) || are_grouped ? kTileGroup : 1};
+}
+
+// A product as the body of a job. It has all that a task reads beside rows and weights in a few adjacent lines, which
+// another thread gets at once (thread_pool.cpp).
+struct alignas(64) Product {
+  LinearCall call;
+  QuantizedRows quantized = {};
+  RowParts parts;
+  ColumnParts columns;
+  void (*multiply)(const LinearCall& call, const LinearTask& task);
+  int64_t block_bytes;
+  bool own_parts;                 // whether each thread has a consecutive part of the columns
+  const Product* then = nullptr;  // what a thread computes after its part; nullptr: the program's next product
+
+  // Quantizes or copies the rows. `place`: see quantized_rows.
+  explicit Product(const LinearCall& given, int place = 0)
+      : call(with_panel(given)),
+        parts(row_parts(call)),
+        columns(are_wide(call) ? tile_column_parts(call, parts) : column_parts(call, parts)),
+        multiply(call.panel != nullptr ? VLLM_LITE_DISPATCH(linear_streamed) : VLLM_LITE_DISPATCH_TILES(linear)),
+        block_bytes(::block_bytes(*call.weight)),
+        own_parts(by_thread(call)) {
+    if (!quantizes_rows(*call.weight)) return;
+    quantized = quantized_rows(call, place);
+    call.quantized = &quantized;
+    fill_quantized(call, parts);
+  }
+  Product(const Product&) = delete;
+
+  // Up to kMaxShared bytes of few rows, as they are multiplied.
+  vllm_lite::Memory rows() const {
+    if (!own_parts || call.panel != nullptr) return {};
+    const int64_t row_bytes =
+        call.quantized ? quantized.layout.row_bytes() : call.weight->num_inputs * element_size(call.x_type);
+    const int64_t bytes = call.num_rows * row_bytes;
+    const void* from = call.quantized ? static_cast<const void*>(quantized.scales) : call.x;
+    return {from, static_cast<int32_t>(bytes < kMaxShared ? bytes : kMaxShared)};
+  }
+
+  // Parts of rows change fastest, so that the weights of one part of the columns stay in the cache for all rows. With
+  // few rows, the blocks of a thread follow each other: it prefetches its own next blocks, and computes with them next.
+  void operator()(int64_t number, int thread) const {
+    // A task of one row may take 0.3 us, of which each division would be a hundredth.
+    const int64_t part = parts.count == 1 ? number : number / parts.count, rows = number - part * parts.count;
+    const int64_t first_row = parts.first(rows), end_row = parts.first(rows + 1), first = columns.first(part);
+    LinearTask task = {first_row, end_row - first_row, first, columns.first(part + 1) - first};
+    if (own_parts) task.read_on = read_on(part, thread);
+    multiply(call, task);
+  }
+
+ private:
+  // The memory that thread `thread` prefetches after the task with `part` of the columns: up to the end of its own
+  // tasks (of this task, if it was another thread's), and then the weights of its part of the next product.
+  ReadOn read_on(int64_t part, int thread) const {
+    const int64_t threads = vllm_lite::num_threads(), begin = first_part(thread), end = first_part(thread + 1);
+    const char* next =
+        then ? then->block(then->first_part(thread)) : vllm_lite::next_read(thread, static_cast<int>(threads));
+    return {block(part >= begin && part < end ? end : part + 1), next, vllm_lite::are_cached()};
+  }
+
+  // The first part of the columns that is a thread's own, and where the weights of a part begin.
+  int64_t first_part(int64_t thread) const { return columns.count * thread / vllm_lite::num_threads(); }
+  const char* block(int64_t part) const {
+    return static_cast<const char*>(call.weight->data) + columns.first(part) * block_bytes;
+  }
+};
+
+// Two products of the same rows as the body of a job. A thread's part of the tasks is its part of both.
+struct Pair {
+  Product first, second;
+  int64_t first_each, second_each;  // tasks of a thread's part
+
+  Pair(const LinearCall& one, const LinearCall& other) : first(one, 0), second(other, 1) {
+    first.then = &second;
+    const int64_t threads = vllm_lite::num_threads();  // may have changed after are_pair
+    const bool divides = first.columns.count % threads == 0 && second.columns.count % threads == 0;
+    first_each = first.columns.count / (divides ? threads : 1);
+    second_each = second.columns.count / (divides ? threads : 1);
+  }
+
+  void operator()(int64_t number, int thread) const {
+    const int64_t owner = number / (first_each + second_each), own = number - owner * (first_each + second_each);
+    own < first_each ? first(owner * first_each + own, thread) : second(owner * second_each + own - first_each, thread);
+  }
+};
+
+// The arguments of vllm_lite_linear, as a program has recorded them.
+LinearCall recorded_call(const uint64_t* words) {
+  using vllm_lite::from_word;
+  return {from_word<const PackedWeight*>(words[0]),
+          from_word<const void*>(words[1]),
+          from_word<int64_t>(words[2]),
+          from_word<void*>(words[4]),
+          from_word<int64_t>(words[5]),
+          from_word<int64_t>(words[7]),
+          from_word<int32_t>(words[3]),
+          from_word<int32_t>(words[6]),
+          nullptr};
 }
 
 }  // namespace
@@ -257,38 +367,27 @@ VLLM_LITE_RECORDABLE(vllm_lite_unpack)
 VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, int64_t x_stride, int32_t x_type,
                                     void* out, int64_t out_stride, int32_t out_type, int64_t num_rows) {
   if (num_rows <= 0) return;
-  LinearCall call = {weight, x, x_stride, out, out_stride, num_rows, x_type, out_type, nullptr};
-  const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
-  const bool are_wide = num_rows > kTilesInPlace && fits_wide_tiles(*weight, x_type);
-  const bool are_grouped = is_amx(isa()) && is_grouped(weight->type) && fits_tiles(*weight, x_type);
-  const bool are_bytes = quantizes_rows(*weight);
-  const int64_t by_vectors = are_bytes ? kMaxByteRows : kMaxRows;
-  const int64_t most = are_wide ? most_tile_rows(call) : are_grouped ? kMaxGroupedRows : by_vectors;
-  const RowParts parts = {num_rows, most, are_wide || are_grouped ? kTileGroup : 1};
-  QuantizedRows quantized;
-  if (are_bytes) {
-    quantized = quantized_rows(call);
-    call.quantized = &quantized;
-    fill_quantized(call, parts);
-  }
-  if (are_streamed(call)) call.panel = panel_of(call);
-  const auto multiply_task = call.panel != nullptr ? VLLM_LITE_DISPATCH(linear_streamed) : linear;
-  const ColumnParts columns = are_wide ? tile_column_parts(call, parts) : column_parts(call, parts);
-  // Parts of rows change fastest, so that the weights of one part of the columns stay in the cache for all rows. With
-  // few rows, the blocks of a thread follow each other: it prefetches its own next blocks, and computes with them next.
-  const vllm_lite::Order order = by_thread(call) ? vllm_lite::Order::kByThread : vllm_lite::Order::kFirst;
-  const int64_t bytes = block_bytes(*weight);
-  const auto multiply = [&](int64_t number, int thread) {
-    // A task of one row may take 0.3 us, of which each division would be a hundredth.
-    const int64_t part = parts.count == 1 ? number : number / parts.count, rows = number - part * parts.count;
-    const int64_t first_row = parts.first(rows), end_row = parts.first(rows + 1), first = columns.first(part);
-    LinearTask task = {first_row, end_row - first_row, first, columns.first(part + 1) - first};
-    if (order == vllm_lite::Order::kByThread) task.read_on = read_on(call, columns, bytes, part, thread);
-    multiply_task(call, task);
-  };
-  vllm_lite::parallel_for_indexed(columns.count * parts.count, multiply, order);
+  const Product product({weight, x, x_stride, out, out_stride, num_rows, x_type, out_type, nullptr});
+  const vllm_lite::Order order = product.own_parts ? vllm_lite::Order::kByThread : vllm_lite::Order::kFirst;
+  vllm_lite::parallel_for_indexed(product.columns.count * product.parts.count, product, order, product.rows());
 }
 VLLM_LITE_RECORDABLE(vllm_lite_linear)
+
+bool are_pair(const uint64_t* first, const uint64_t* second) {
+  const LinearCall one = recorded_call(first), other = recorded_call(second);
+  const int64_t threads = vllm_lite::num_threads();
+  const auto divides = [&](const LinearCall& call) {
+    return ceil_div(call.weight->num_outputs, kBlock) % threads == 0;
+  };
+  const bool same_rows = one.x == other.x && one.x_stride == other.x_stride && one.num_rows == other.num_rows;
+  return same_rows && threads > 1 && one.num_rows > 0 && one.num_rows <= kFewRows && divides(one) && divides(other);
+}
+
+void linear_pair(const uint64_t* first, const uint64_t* second) {
+  const Pair pair(recorded_call(first), recorded_call(second));
+  const int64_t num_tasks = pair.first.columns.count + pair.second.columns.count;
+  vllm_lite::parallel_for_indexed(num_tasks, pair, vllm_lite::Order::kByThread, pair.first.rows());
+}
 
 VLLM_LITE_API int32_t vllm_lite_multiplies_bytes() {
   return VLLM_LITE_DISPATCH(multiplies_bytes)() ? 1 : 0;

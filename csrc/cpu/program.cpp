@@ -6,6 +6,7 @@
 #include <atomic>
 
 #include "linear.h"
+#include "linear_pair.h"
 #include "read_ahead.h"
 #include "thread_pool.h"
 #include "wait.h"
@@ -84,32 +85,45 @@ class Weights {
   uint32_t next_ = num_read.load(std::memory_order_relaxed), number_ = next_;
 };
 
+// Makes the next call of a program, or the next two if they can be one job. Returns how many; 0 if it failed.
+int64_t make_calls(const uint64_t* program, int64_t num_left, Weights* weights) {
+  const RecordedCall call = from_word<RecordedCall>(program[0]);
+  const uint64_t* const words = program + 2;
+  const uint64_t* const next = words + program[1];
+  weights->begin(call);
+  const bool are_products = call == &vllm_lite_linear_recorded && num_left > 1 && next[0] == program[0];
+  if (!are_products || !are_pair(words, next + 2)) return call(words) == -1 ? 1 : 0;
+  weights->begin(call);
+  linear_pair(words, next + 2);
+  return 2;
+}
+
+// Makes all calls of a program. Calls after(i) when call i has ended. Returns -1, or the index of a call that failed.
+template <class After>
+int64_t run_program(const uint64_t* program, int64_t num_calls, const After& after) {
+  Weights weights(program, num_calls);
+  for (int64_t i = 0; i < num_calls;) {
+    const int64_t made = make_calls(program, num_calls - i, &weights);
+    if (made == 0) return i;
+    for (const int64_t end = i + made; i < end; ++i) {
+      program += 2 + program[1];
+      after(i);
+    }
+  }
+  return -1;
+}
+
 }  // namespace
 
 // Makes the calls of a program in order. A call is the address of its `_recorded` function, the number of its words,
 // and these words. Returns -1, or the index of the first call that failed; later ones are not made.
 VLLM_LITE_API int64_t vllm_lite_run_program(const uint64_t* program, int64_t num_calls) {
-  Weights weights(program, num_calls);
-  for (int64_t i = 0; i < num_calls; ++i) {
-    const RecordedCall call = from_word<RecordedCall>(program[0]);
-    weights.begin(call);
-    if (call(program + 2) != -1) return i;
-    program += 2 + program[1];
-  }
-  return -1;
+  return run_program(program, num_calls, [](int64_t) {});
 }
 
 // The same, and writes the times at which each call began and the last one ended, in nanoseconds of the monotonic
-// clock, to times_ns [num_calls + 1].
+// clock, to times_ns [num_calls + 1]. Two products that were one job end at the same time.
 VLLM_LITE_API int64_t vllm_lite_profile_program(const uint64_t* program, int64_t num_calls, int64_t* times_ns) {
   *times_ns = now_ns();
-  Weights weights(program, num_calls);
-  for (int64_t i = 0; i < num_calls; ++i) {
-    const RecordedCall call = from_word<RecordedCall>(program[0]);
-    weights.begin(call);
-    if (call(program + 2) != -1) return i;
-    times_ns[i + 1] = now_ns();
-    program += 2 + program[1];
-  }
-  return -1;
+  return run_program(program, num_calls, [=](int64_t i) { times_ns[i + 1] = now_ns(); });
 }

@@ -7,9 +7,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
@@ -26,6 +29,7 @@ from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.fused import CpuOps
@@ -344,6 +348,29 @@ def test_a_profile_is_a_replay_that_tells_times() -> None:
     ids[1] = 5
     with pytest.raises(RuntimeError, match="call 0 of 1"):
         program.profile()
+
+
+@pytest.mark.parametrize("forms", [(None, None), ("int5_g32", "int8"), ("int4_g32", "int8")])
+@pytest.mark.usefixtures("two_threads")
+def test_two_products_of_few_rows_are_one_job(forms: tuple[Form | None, Form | None]) -> None:
+    first, second = (PackedWeight(torch.randn(576, 576).bfloat16(), form=form) for form in forms)
+    x, out, together = (torch.randn(5, columns).bfloat16() for columns in (576, 1152, 1152))
+    for num_rows, threads in product((1, 4, 5), (1, 2, 3, 4)):
+        cpu.set_num_threads(threads)
+        run = partial(run_both_products, x[:num_rows], first, second)
+        run(out[:num_rows])
+        together.zero_()
+        program = recorded(partial(run, together[:num_rows]))
+        program.replay()
+        assert torch.equal(together[:num_rows], out[:num_rows]), (num_rows, threads)
+        both, none = np.min([program.profile() for _ in range(20)], axis=0)
+        is_one_job = num_rows <= 4 and threads in (2, 3)  # 4 threads have unequal parts of 18 blocks
+        assert (none < both / 10) == is_one_job, (num_rows, threads)
+
+
+def run_both_products(x: torch.Tensor, first: PackedWeight, second: PackedWeight, out: torch.Tensor) -> None:
+    linear(x, first, out[:, : first.num_outputs])
+    linear(x, second, out[:, first.num_outputs :])
 
 
 def test_a_call_that_fails_ends_the_program() -> None:
