@@ -16,6 +16,7 @@ import pytest
 
 from tests import fake_engine_process
 from tests.fakes import DEADLINE_S, welcome
+from vllm_lite.client.engines import instances
 from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.config import EngineConfig, ResolvedConfig
@@ -180,6 +181,15 @@ def test_a_long_tmpdir_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) 
         launch(config("serves"))
     assert list(deep.iterdir()) == []
     deep.rmdir()
+
+
+def test_a_file_system_that_cannot_be_written_is_reported(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(place))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc"])
+    with pytest.raises(ConfigError, match=r"^no folder for the engine's sockets can be made: .*; set TMPDIR to"):
+        launch(config("serves"))
+    assert instances.find() == []
 
 
 def test_the_launcher_prints_the_tokens_that_the_engine_holds() -> None:

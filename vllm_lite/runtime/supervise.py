@@ -25,6 +25,7 @@ from typing import TypeVar
 
 import msgspec
 
+from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 from vllm_lite.runtime.machine import has_folder
 from vllm_lite.runtime.wakeup import SignalWakeup, Wakeup
@@ -300,6 +301,18 @@ def open_standard_files() -> None:
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - stays open
+
+
+def make_dir(prefix: str = "vl-") -> str:
+    """Make a run directory of mode 0700 in the folder for temporary files. Raises ConfigError if it cannot be made, for
+    example on a read-only file system."""
+    import tempfile  # children, which start with this module, make none
+
+    try:
+        return tempfile.mkdtemp(prefix=prefix)
+    except OSError as error:
+        advice = "set TMPDIR to a folder that can be written"
+        raise ConfigError(f"no folder for the engine's sockets can be made: {error.strerror}; {advice}") from error
 
 
 def remove_dir(path: str) -> None:

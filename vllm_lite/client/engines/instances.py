@@ -129,7 +129,11 @@ def is_ending(run_dir: str) -> bool:
 def find() -> list[Instance]:
     """Find all instances of this user below TMPDIR, the oldest first, and ask each for its state."""
     found = []
-    for folder in sorted(Path(tempfile.gettempdir()).glob(RUN_DIR + "*")):
+    try:
+        root = tempfile.gettempdir()
+    except FileNotFoundError:  # it cannot be written, and engines may run there nevertheless
+        root = os.environ.get("TMPDIR", "/tmp")  # noqa: S108 - nothing is written there
+    for folder in sorted(Path(root).glob(RUN_DIR + "*")):
         with suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
             status = folder.lstat()
             if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():

@@ -5,7 +5,6 @@ After that the engine's supervisor replaces it when it dies.
 
 import os
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -243,7 +242,7 @@ class Starting(Protocol):
 def spawn(config: ResolvedConfig, *, publishes: bool = False) -> LaunchedEngine:
     """Start one engine's process in a folder of its own. With `publishes` it publishes KV events there, unless the user
     has set an endpoint or turned off the prefix cache."""
-    run_dir = tempfile.mkdtemp(prefix=RUN_DIR)  # mode 0700
+    run_dir = supervise.make_dir(RUN_DIR)
     try:
         address = config.address or _private_address(config, run_dir)
         events = config.kv_events_config

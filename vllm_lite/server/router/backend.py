@@ -4,7 +4,6 @@ to."""
 import asyncio
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ class ModelServer:
         """`keys` are those that the model's server accepts; the router's own admin key is the last. `on_end` is called
         on another thread when the server has ended, for any reason."""
         self.name = name
-        self._run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
+        self._run_dir = supervise.make_dir()
         self.socket_path = child_server.socket_path(self._run_dir)
         self._config = private(config, keys, self.socket_path)
         self._admin = [(b"authorization", b"Bearer " + keys.admin[-1].encode())] if keys.admin else []

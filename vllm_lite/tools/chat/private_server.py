@@ -1,7 +1,6 @@
 """A private server: without output, reached over a socket in a private folder, and ended with its owner."""
 
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,7 +22,7 @@ class PrivateServer:
     """A context manager. Entering it waits until the server is ready, and calls `starting(elapsed_s)` meanwhile."""
 
     def __init__(self, config: ServeConfig, starting: Callable[[float], None] = lambda _: None) -> None:
-        self._run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
+        self._run_dir = supervise.make_dir()
         path = child_server.socket_path(self._run_dir)
         self.url = f"unix:{path}"
         self._log = f"{self._run_dir}/log"
