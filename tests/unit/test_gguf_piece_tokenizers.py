@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 import transformers
 
-from tests.unit.test_gguf_tokenizer import TEXTS, bytes_file, file_with
+from tests.unit.test_gguf_tokenizer import TEXTS, bytes_file, file_with, pieces_file
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.client.text.tokenizer_formats import conversion_process
 from vllm_lite.client.text.tokenizer_formats.gguf_tokenizer import GgufTokenizer
@@ -137,29 +137,13 @@ def unigram_file(path: Path, processor: Any, **others: Any) -> Path:
     model = messages.ModelProto()
     model.ParseFromString(processor.serialized_model_proto())
     table = model.normalizer_spec.precompiled_charsmap
-    ids = range(processor.get_piece_size())
-    kinds = [
-        2
-        if processor.is_unknown(each)
-        else 3
-        if processor.is_control(each)
-        else 4
-        if processor.id_to_piece(each) == "<extra>"
-        else 1
-        for each in ids
-    ]
     keys = {
         "ggml.model": "t5",
-        "ggml.scores": [processor.get_score(each) for each in ids],
-        "ggml.unknown_token_id": processor.unk_id(),
-        "ggml.bos_token_id": processor.bos_id(),
-        "ggml.eos_token_id": processor.eos_id(),
         "ggml.add_space_prefix": model.normalizer_spec.add_dummy_prefix,
         "ggml.remove_extra_whitespaces": model.normalizer_spec.remove_extra_whitespaces,
         **({"ggml.precompiled_charsmap": table} if table else {}),
-        **others,
     }
-    return file_with(path, [processor.id_to_piece(each) for each in ids], kinds, **keys)
+    return pieces_file(path, processor, **(keys | others))
 
 
 def test_likeliest_pieces_match_sentencepiece(tmp_path: Path) -> None:

@@ -101,12 +101,19 @@ def sentencepiece_bytes() -> bytes:
     return out.getvalue()
 
 
+def kind_of(processor: Any, piece: int) -> int:
+    """The kind of a piece in a GGUF file."""
+    kinds = {
+        2: processor.is_unknown(piece),
+        3: processor.is_control(piece),
+        4: processor.id_to_piece(piece) == "<extra>",  # which the user has defined
+        6: processor.is_byte(piece),
+    }
+    return next((kind for kind, is_it in kinds.items() if is_it), 1)
+
+
 def pieces_file(path: Path, processor: Any, **others: Any) -> Path:
     ids = range(processor.get_piece_size())
-    kinds = [
-        2 if processor.is_unknown(each) else 3 if processor.is_control(each) else 6 if processor.is_byte(each) else 1
-        for each in ids
-    ]
     keys = {
         "ggml.model": "llama",
         "ggml.scores": [processor.get_score(each) for each in ids],
@@ -115,7 +122,9 @@ def pieces_file(path: Path, processor: Any, **others: Any) -> Path:
         "ggml.eos_token_id": processor.eos_id(),
         **others,
     }
-    return file_with(path, [processor.id_to_piece(each) for each in ids], kinds, **keys)
+    return file_with(
+        path, [processor.id_to_piece(each) for each in ids], [kind_of(processor, each) for each in ids], **keys
+    )
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "smollm", "tekken", "qwen35", "lfm2"])
