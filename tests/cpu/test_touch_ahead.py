@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import resource
+import threading
 
 import pytest
 import torch
@@ -54,11 +55,11 @@ def test_a_limited_number_of_blocks_is_touched_before_use(monkeypatch):
     finish(touch)
     assert existing(pool) == [block < 18 for block in range(NUM_BLOCKS)]
     first = touch.thread
-    touch.use(8)  # more than half of the memory allocated ahead is left
+    touch.use(4)  # more than three quarters of the memory allocated ahead are left
     assert touch.thread is first
-    touch.use(9)
+    touch.use(5)
     finish(touch)
-    assert existing(pool) == [block < 26 for block in range(NUM_BLOCKS)]
+    assert existing(pool) == [block < 22 for block in range(NUM_BLOCKS)]
 
 
 def test_the_largest_steps_find_their_pages(monkeypatch):
@@ -69,11 +70,11 @@ def test_the_largest_steps_find_their_pages(monkeypatch):
     address, num_bytes = ctypes.c_void_p(pool.data_ptr()), ctypes.c_size_t(pool.nbytes)
     assert ctypes.CDLL(None).madvise(address, num_bytes, no_huge_pages) == 0
     touch = TouchAhead(pool, AHEAD_BYTES)
-    touch.expect(12 * BLOCK_BYTES)
+    touch.expect(14 * BLOCK_BYTES)
     touch.use(0)
     finish(touch)
     end = 1
-    for num_blocks in (7, 12, 12, 12, 3, 12):
+    for num_blocks in (7, 14, 14, 3, 14):
         faults_before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
         ctypes.memset(pool[end].data_ptr(), 1, num_blocks * BLOCK_BYTES)
         faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults_before
@@ -81,6 +82,25 @@ def test_the_largest_steps_find_their_pages(monkeypatch):
         end += num_blocks
         touch.use(end - 1)
         finish(touch)
+
+
+def test_a_thread_goes_on_to_what_is_used_meanwhile(monkeypatch):
+    begun, used, populate = threading.Event(), threading.Event(), touch_ahead.populate
+
+    def populate_late(address, num_bytes):
+        begun.set()
+        return used.wait(scaled(20)) and populate(address, num_bytes)
+
+    monkeypatch.setattr(touch_ahead, "PIECE_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr(touch_ahead, "populate", populate_late)
+    pool = new_pool()
+    touch = TouchAhead(pool, AHEAD_BYTES)
+    touch.use(0)
+    assert begun.wait(scaled(20))
+    touch.use(19)
+    used.set()
+    finish(touch)
+    assert [block for block, exists in enumerate(existing(pool)) if exists][-1] == 35
 
 
 def test_the_worker_expects_its_largest_step(tiny_checkpoint, monkeypatch):

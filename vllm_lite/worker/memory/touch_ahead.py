@@ -43,19 +43,19 @@ class TouchAhead:
 
     def expect(self, step_bytes: int) -> None:
         """Record the bytes of new blocks that the largest step fills. Twice as much is allocated ahead: the thread
-        starts when half of it is used, and has a step's time to allocate the next step's pages."""
+        starts when a quarter of it is used, and has the time of a step or two to allocate pages that are needed next.
+        In a virtual machine, beside compute threads, it may need all of it."""
         self._ahead_bytes = max(self._ahead_bytes, 2 * step_bytes)
 
     def use(self, block_id: int) -> None:
         """Record that blocks up to `block_id` are in use, and start a thread if pages are missing. Does not wait."""
         used_bytes = (block_id + 1) * self.block_bytes
         self._used_bytes = max(self._used_bytes, used_bytes)
-        if self._made_bytes - used_bytes > self._ahead_bytes // 2 or self._made_bytes >= self.pool.nbytes:
+        if self._made_bytes - used_bytes > self._ahead_bytes * 3 // 4 or self._made_bytes >= self.pool.nbytes:
             return
         if self.thread is not None and self.thread.is_alive():
             return
-        goal_bytes = min(used_bytes + self._ahead_bytes, self.pool.nbytes)
-        self.thread = threading.Thread(target=self._run, args=(goal_bytes,), name="touch-ahead", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="touch-ahead", daemon=True)
         self.thread.start()
 
     def make(self, num_bytes: int) -> None:
@@ -73,10 +73,12 @@ class TouchAhead:
                     end = self.pool.nbytes  # an older system, or no memory: pages are allocated when written
                 self._made_bytes = end
 
-    def _run(self, goal_bytes: int) -> None:
+    def _run(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        self._make(goal_bytes)
+        # Blocks may be used meanwhile: beside compute threads this takes as long as a step.
+        while self._made_bytes < (goal_bytes := min(self._used_bytes + self._ahead_bytes, self.pool.nbytes)):
+            self._make(goal_bytes)
 
 
 def take_pages(num_blocks: int | None, block_bytes: int) -> TouchAhead | None:
