@@ -7,6 +7,7 @@ kernels.py                the native kernels against memory's speed and torch
 kernels_attention.py      paged attention and cache writes
 kernels_experts.py        layers of experts
 kernels_fused.py          small operations and the sampler
+kernels_in_turn.py        two builds of the native library in turn, in one process
 kernels_linear.py         linear layers
 kernels_masks.py          bitmasks on logits
 kernels_ranks.py          the all-reduce of two ranks

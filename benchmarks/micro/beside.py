@@ -33,8 +33,8 @@ def run(
             found[name].append(dict(figures_in(_measured(trees[name], words))))
     common = [key for key in found["here"][0] if all(key in each for runs in found.values() for each in runs)]
     pairs = {key: [(old[key], new[key]) for old, new in zip(*found.values(), strict=True)] for key in common}
-    compared = {key: _compared(values) for key, values in pairs.items() if all(old for old, _new in values)}
-    return {"command": list(words), "other": str(other), "rounds": rounds, "ratios": compared}
+    ratios = {key: compared(values) for key, values in pairs.items() if all(old for old, _new in values)}
+    return {"command": list(words), "other": str(other), "rounds": rounds, "ratios": ratios}
 
 
 def table(figures: Mapping[str, Any]) -> str:
@@ -63,7 +63,8 @@ def figures_in(value: Any, path: str = "") -> Iterator[tuple[str, float]]:
         yield path, float(value)
 
 
-def _compared(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+def compared(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The median, smallest and largest ratio of pairs (other, here), and the medians of both."""
     ratios = [new / old for old, new in pairs]
     old, new = (statistics.median(values) for values in zip(*pairs, strict=True))
     return {

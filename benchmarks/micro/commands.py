@@ -96,12 +96,20 @@ def _kernels_flags(parser: argparse.ArgumentParser) -> None:
         help="of attention: sequences x new tokens @ context : heads / KV heads x head size, such as "
         "32x1@1024:24/8x64,1x512@2048:32/8x128",
     )
+    parser.add_argument(
+        "--library",
+        dest="other",
+        metavar="OTHER.so",
+        type=Path,
+        help="another build of the native library: measure its linear layers and --cases and this one's, in turn",
+    )
+    parser.add_argument("--pairs", type=int, default=40, help="with --library: measurements of each [40]")
     add_json_flag(parser)
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
     """Measure the native CPU kernels against memory's speed and torch."""
-    from micro import kernels, kernels_attention, kernels_linear
+    from micro import kernels, kernels_attention, kernels_in_turn, kernels_linear
 
     parts = arguments.parts.split(",")
     if unknown := set(parts) - set(kernels.PARTS):
@@ -113,6 +121,12 @@ def _kernels(arguments: argparse.Namespace) -> int:
         names = ("shapes", "rows", "dtypes", "forms", "isas", "working_set")
         products = kernels_linear.choose({name: value for name in names if (value := getattr(arguments, name))})
         cases = [kernels_attention.chosen(text) for text in arguments.cases.split(",")] if arguments.cases else []
+        if arguments.other is not None:
+            check_positive(arguments, "pairs")
+            products = products if "linear" in parts else products._replace(forms=())
+            cases = cases if "attention" in parts else []
+            figures = kernels_in_turn.run(arguments.other, threads, products, cases, arguments.pairs, report)
+            return show(arguments, figures, kernels_in_turn.table)
         figures = kernels.run(parts, threads, report, products, cases)
     except ValueError as error:
         raise ConfigError(str(error)) from error

@@ -182,19 +182,24 @@ def measure(
     yield from shared_prefixes(num_threads)
 
 
+def batches_of(case: AttentionSelection, dtype: torch.dtype) -> list[AttentionCase]:
+    """The batch of a case; with one new token per sequence as many of them as no processor cache can hold together."""
+    batches = [AttentionCase([(case.query_len, case.seq_len)] * case.num_seqs, case.heads, dtype)]
+    if case.query_len == 1:
+        count = WORKING_SET_BYTES // _kv_bytes(batches[0])
+        batches += [AttentionCase(batches[0].lengths, case.heads, dtype) for _ in range(count)]
+    return batches
+
+
 def _chosen_cases(num_threads: int, cases: Sequence[AttentionSelection], dtype: torch.dtype) -> Iterator[Row]:
     """Cases with one new token per sequence are compared with the speed of memory, and use several caches in turn,
     which no processor cache can hold together. Cases with more new tokens are compared with the speed of
     multiplications in registers."""
     for case in cases:
-        batches = [AttentionCase([(case.query_len, case.seq_len)] * case.num_seqs, case.heads, dtype)]
+        batches, is_decode = batches_of(case, dtype), case.query_len == 1
         kv_bytes = _kv_bytes(batches[0])
-        if is_decode := case.query_len == 1:
-            batches += [
-                AttentionCase(batches[0].lengths, case.heads, dtype) for _ in range(WORKING_SET_BYTES // kv_bytes)
-            ]
         limit = read_bandwidth_gb_s(num_threads) if is_decode else peak_tflop_s(num_threads, dtype)
-        (pass_s,) = best_times(clock_for(num_threads), [partial(_attend_all, batches)], MIN_TIME_S)
+        (pass_s,) = best_times(clock_for(num_threads), [partial(attend_all, batches)], MIN_TIME_S)
         seconds = pass_s / len(batches)
         speed = kv_bytes / seconds / 1e9 if is_decode else _flops(batches[0]) / seconds / 1e12
         unit = "gb_s" if is_decode else "tflop_s"
@@ -202,7 +207,7 @@ def _chosen_cases(num_threads: int, cases: Sequence[AttentionSelection], dtype: 
         yield _row("decode" if is_decode else "prefill", batches[0], **figures)
 
 
-def _attend_all(batches: Sequence[AttentionCase]) -> None:
+def attend_all(batches: Sequence[AttentionCase]) -> None:
     for batch in batches:
         batch.attend()
 

@@ -134,7 +134,7 @@ def _measure(num_threads: int, dtype: torch.dtype, choice: LinearSelection) -> I
     read_bytes = working_set if choice.working_set < ALL.working_set else 4 * working_set
     for num_outputs, num_inputs in choice.shapes:
         limit = max(limit, read_bandwidth_gb_s(num_threads, read_bytes))
-        kernels = _kernels(torch.randn(num_outputs, num_inputs).to(dtype), working_set, choice)
+        kernels = kernels_of(torch.randn(num_outputs, num_inputs).to(dtype), working_set, choice)
         for num_rows in choice.num_rows:
             x = torch.randn(num_rows, num_inputs).to(dtype)
             out = torch.empty(num_rows, num_outputs, dtype=dtype).fill_(0)  # pages are allocated by a first write
@@ -149,7 +149,7 @@ def _measure(num_threads: int, dtype: torch.dtype, choice: LinearSelection) -> I
                 yield row | {"gflop_s": 2e-9 * num_rows * num_inputs * num_outputs / seconds}
 
 
-def _kernels(weight: torch.Tensor, working_set: int, choice: LinearSelection) -> dict[str, _Kernel]:
+def kernels_of(weight: torch.Tensor, working_set: int, choice: LinearSelection) -> dict[str, _Kernel]:
     """The kernels by name, each with as many copies of the weight as have the bytes of the working set."""
     kernels: dict[str, _Kernel] = {}
     for form in [name for name in (*FORMS, *FILE_FORMS) if name in choice.forms]:

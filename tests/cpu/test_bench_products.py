@@ -1,17 +1,22 @@
 """Products and attention that `python benchmarks kernels` measures."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from micro import kernels_attention
+from micro import commands, kernels_attention
 from micro.kernels_attention import AttentionSelection, HeadCounts, chosen
-from micro.kernels_linear import ALL, choose, measure
+from micro.kernels_linear import ALL, choose, kernels_of, measure
 from micro.kernels_timing import multiply_registers
 
 from tests.isas import PRODUCTS
 from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import library
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
 
 
@@ -119,3 +124,40 @@ def test_cases_of_attention_are_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     assert decode["shape"] == "2 x 1 of 8, heads 4/2 x 16, bfloat16"
     assert decode["gb_s"] == decode["share"] == pytest.approx(2 * 8 * 2 * 2 * 16 * 2 / 1e9)
     assert prefill["tflop_s"] == prefill["share"] == pytest.approx(4 * 16 * 4 * (6 + 7 + 8) / 6 / 1e12)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native library")
+def test_two_builds_of_the_library_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copy of the library counts as another build. Ratios are not checked, but that each packs its own weights, and
+    that kernels are this library's again afterwards."""
+    monkeypatch.setattr("micro.kernels_linear.MIB", 1)
+    monkeypatch.setattr("micro.kernels_attention.WORKING_SET_BYTES", 0)
+    monkeypatch.setattr("micro.kernels_in_turn.LEAST_S", 0)
+    copy, own, seen = tmp_path / "other.so", library.open_library()._name, list[str]()
+    shutil.copy(own, copy)
+
+    def packed(*given: Any) -> Any:
+        seen.append(library.open_library()._name)
+        return kernels_of(*given)
+
+    monkeypatch.setattr("micro.kernels_in_turn.kernels_of", packed)
+    words = ["kernels", "--library", str(copy), "--pairs", "3", "--parts", "linear,attention", "--threads", "1"]
+    words += ["--shapes", "64x256", "--rows", "3", "--forms", "int8,Q4_K,torch", "--dtypes", "bfloat16"]
+    assert commands.main([*words, "--cases", "2x1@40:4/2x64", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    names = ["int8 bfloat16 3 x 256 x 64", "Q4_K bfloat16 3 x 256 x 64", "attention bfloat16 2x1@40:4/2x64"]
+    assert list(figures["ratios"]) == [f"{name}, threads: 1" for name in names]
+    assert all(0 < row["smallest"] <= row["ratio"] <= row["largest"] for row in figures["ratios"].values())
+    assert figures["differing"] == []
+    assert seen == [str(copy), own] * 2
+    assert library.open_library()._name == own
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native library")
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.so"
+    other.write_bytes(b"text")
+    assert commands.main(["kernels", "--library", str(other), "--parts", "linear", "--threads", "1"]) == 2
+    assert f"--library {other} cannot be measured" in capsys.readouterr().err.splitlines()[-1]
