@@ -37,3 +37,22 @@ def test_each_group_has_a_scale_and_large_numbers_of_its_own(
     dense = dequantize(weight).double()
     expected, size = rounded.double() @ dense.t(), rounded.double().abs() @ dense.abs().t()
     assert ((out - expected).abs() <= 1e-5 * size).all(), each_isa
+
+
+@pytest.mark.parametrize("values", [INT4, INT5, INT8], ids=["int4", "int5", "int8"])
+@pytest.mark.parametrize("group_size", [32, 256])
+@pytest.mark.parametrize("num_rows", [1, 5, 40])
+def test_only_one_four_of_a_group_has_inputs(
+    each_isa: str, num_rows: int, group_size: int, values: torch.Tensor
+) -> None:
+    """Whichever it is, it counts once, also where another one is chosen beside it for its large numbers."""
+    num_inputs = group_size + 32
+    weight = PackedWeight(unpacked := grouped(16, num_inputs, group_size, values))
+    dense = dequantize(unpacked).double()
+    for place in range(0, num_inputs, 4):
+        x = torch.zeros(num_rows, num_inputs)
+        x[:, place : place + 4] = random(num_rows, 4) + 3
+        out = torch.empty(num_rows, 16)
+        linear(x, weight, out)
+        largest = x.double().abs().amax(1, keepdim=True) * dense[:, place : place + 4].abs().sum(1)
+        assert ((out - x.double() @ dense.t()).abs() <= 0.01 * largest + 1e-6).all(), (each_isa, place)

@@ -78,7 +78,7 @@ struct FourBatch {
       }
       place = most & (kFours - 1);
 #pragma GCC unroll 8
-      for (int f = 0; f < kFours; ++f) sizes[f] = place == f ? VecI{} : sizes[f];
+      for (int f = 0; f < kFours; ++f) sizes[f] = place == f ? VecI{} + kTaken : sizes[f];
     }
     next = sizes[0];
 #pragma GCC unroll 8

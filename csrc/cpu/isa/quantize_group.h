@@ -95,6 +95,9 @@ VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, flo
                          __attribute__((always_inline)) { put_bytes(to + i, whole, left); });
 }
 
+// Size of a four that is chosen: less than 0, so that it is not chosen again where all others are 0.
+constexpr int32_t kTaken = -1;
+
 // The kNumLarge fours with the largest absolute values among up to kSize inputs, the largest first, and the largest
 // absolute value of the others. Values are compared as integers, with the index of the four in the lowest bits: fours
 // whose values differ by less than 2^-18 may be in any order.
@@ -121,7 +124,7 @@ struct FourSizes {
     for (int32_t& place : places) {
       place = largest(sizes, own, ~kPlaces, kPlaces) & kPlaces;
 #pragma GCC unroll 16
-      for (int v = 0; v < kVectors; ++v) sizes[v] = own + v * kWidth / 4 == place ? VecI{} : sizes[v];
+      for (int v = 0; v < kVectors; ++v) sizes[v] = own + v * kWidth / 4 == place ? VecI{} + kTaken : sizes[v];
     }
     next = largest(sizes, own, ~0, 0);
   }
