@@ -98,7 +98,7 @@ class TileWriter(ImageWriter[SiglipSpec, processors.ImageTiles]):
         own, size = read_processor(folder, _Tiles), self.vision.image_size
         if own.max_image_size.longest_edge != size or not own.do_resize:
             raise ModelError(
-                f"{folder}: images are processors.resized to tiles of image_size {size}; max_image_size "
+                f"{folder}: images are resized to tiles of image_size {size}; max_image_size "
                 f"{own.max_image_size.longest_edge} with do_resize {own.do_resize} is not supported"
             )
         return processors.TileSettings(size, own.size.longest_edge, own.resample, own.do_image_splitting, max_pixels)
