@@ -52,8 +52,9 @@ class ContextLengthError(RequestError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the message. Python's own way calls __init__ with it, so that a process pool waits forever."""
-        return type(self).__new__, (type(self), *self.args)
+        """Pickle the message and all attributes. Python's own way calls __init__ with the message, so that a process
+        pool waits forever."""
+        return type(self).__new__, (type(self), *self.args), vars(self)
 
 
 class PooledLengthError(ContextLengthError):

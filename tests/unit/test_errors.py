@@ -33,6 +33,13 @@ def test_copies_are_like_the_error(error: VllmLiteError) -> None:
         assert again.args == error.args == (str(again),)
 
 
+def test_copies_keep_notes() -> None:
+    error = ContextLengthError(10, 20, 3)
+    error.add_note("of the third prompt")
+    for again in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert again.__notes__ == ["of the third prompt"]
+
+
 def test_every_error_that_takes_more_than_a_message_is_among_them() -> None:
     own = {kind for kind in kinds(VllmLiteError) if kind.__module__ == errors.__name__ and "__init__" in vars(kind)}
     assert own <= {type(error) for error in RAISED}
