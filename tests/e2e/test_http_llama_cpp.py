@@ -109,7 +109,12 @@ def test_fields_of_a_request(http: httpx.Client) -> None:
     assert (stopped["stop_type"], stopped["stopping_word"]) == ("word", word)
     assert stopped["content"] == text[: text.index(word)]
     assert post(http, **{**FIXED, "n_predict": 0})["tokens_predicted"] == 1, "as llama-server answers"
-    token = post(http, "/tokenize", prompt="cat", add_special_tokens=False)["tokens"][0]
+    word_tokens = post(http, "/tokenize", prompt="cat", add_special_tokens=False)["tokens"]
+    for bias in ([["cat", 100]], {"cat": 100}):
+        biased = post(http, **FIXED, logit_bias=bias, return_tokens=True)
+        assert set(biased["tokens"]) <= set(word_tokens)
+        assert [each["token"] for each in biased["generation_settings"]["logit_bias"]] == word_tokens
+    token = word_tokens[0]
     for bias in ([[token, 100]], {str(token): 100}):
         biased = post(http, **FIXED, logit_bias=bias, return_tokens=True)
         assert biased["tokens"] == [token] * 8

@@ -2,6 +2,7 @@
 read without blocking the loop."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.client.text.templates.chat_template import ChatTemplate
 from vllm_lite.client.text.templates.template_process import Render, Rendered
 from vllm_lite.client.text.templates.template_source import TemplateSource
-from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS, Tokenizer
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import PromptLogprobs, TokenLogprobs, Welcome
 from vllm_lite.protocol.params import SamplingParams
@@ -239,6 +240,22 @@ async def test_texts_that_exceed_the_context_are_an_overflow(texts: list[str]) -
         await prompts.of_completion(body, SamplingParams(), request)
     assert (caught.value.status, caught.value.param) == (400, "prompt")
     assert caught.value.code == "context_length_exceeded"
+
+
+async def test_long_words_are_tokenized_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, threads = Tokenizer(KINDS["byte level"]()), set[int]()
+    wanted, encode = tokenizer.encode("the", add_special_tokens=False), Tokenizer.encode
+
+    def noted(*args: Any, **options: Any) -> list[int]:
+        threads.add(threading.get_ident())
+        return encode(*args, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
+    words = ["the", "x" * LONG_TEXT_CHARS]
+    assert (await PromptRenderer(tokenizer, None, 512).of_words(words, request))[0] == wanted
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 # ---- memory of one answer

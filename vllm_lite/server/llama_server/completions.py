@@ -1,8 +1,7 @@
 """Converts bodies of llama.cpp's server to prompts and to the fields of a CompletionBody."""
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_lite.protocol.params import MAX_BIASES, MAX_LOGPROBS
 from vllm_lite.server.llama_server.bodies import LlamaCppBody, LlamaCppCompletionBody, Mixed, PromptObject
@@ -48,8 +47,8 @@ def max_tokens_of(body: LlamaCppBody) -> int:
     return -1 if wanted is None or wanted < 0 else wanted
 
 
-def fields_of(body: LlamaCppBody, max_model_len: int, encode: Callable[[str], Sequence[int]]) -> dict[str, Any]:
-    """The fields of a CompletionBody other than its prompt; `encode` makes token ids of a text. Raises ApiError."""
+def fields_of(body: LlamaCppBody, max_model_len: int) -> dict[str, Any]:
+    """The fields of a CompletionBody other than its prompt and biases. Raises ApiError."""
     if body.post_sampling_probs:
         text = "post_sampling_probs is not supported; n_probs are of the model's own distribution"
         raise ApiError(400, text, "post_sampling_probs")
@@ -69,25 +68,32 @@ def fields_of(body: LlamaCppBody, max_model_len: int, encode: Callable[[str], Se
         "stop": body.stop or None,
         "grammar": body.grammar or None,
         "logprobs": num_probs or None,
-        "logit_bias": None if not body.logit_bias else _biases(body.logit_bias, encode),
         "cache_salt": os.urandom(8).hex() if body.cache_prompt is False else None,
     }
     return fields
 
 
-def _biases(given: list[list[Any]] | dict[str, Any], encode: Callable[[str], Sequence[int]]) -> dict[str, Any]:
-    """Biases by token id, of pairs or an object. A key that is a text is for each of its tokens. Raises ApiError."""
+class BiasEntry(NamedTuple):
+    """An entry of `logit_bias`: `key` is a token id, or a text for whose tokens the bias is."""
+
+    key: str
+    is_text: bool
+    bias: float
+
+
+def biases_of(body: LlamaCppBody) -> list[BiasEntry]:
+    """The entries of `logit_bias`, of pairs or an object. Raises ApiError."""
+    given = body.logit_bias or []
     pairs = [list(pair) for pair in given.items()] if isinstance(given, dict) else given
-    found = dict[str, Any]()
     if len(pairs) > MAX_BIASES:
         raise ApiError(400, f"logit_bias takes at most {MAX_BIASES} entries, got {len(pairs)}", "logit_bias")
+    found = list[BiasEntry]()
     for pair in pairs:
-        key, bias = pair if len(pair) == 2 else (None, None)
+        key, bias = pair if len(pair) == 2 else list[Any]((None, None))
         is_key = isinstance(key, str) or type(key) is int
         if not is_key or not (bias is False or type(bias) in (int, float)):
             text = "an entry of logit_bias is a token id or a text, and a number or false"
             raise ApiError(400, f"{text}; got {pair!r}"[:200], "logit_bias")
-        is_id = not isinstance(key, str) or (isinstance(given, dict) and key.isdecimal())
-        for token in (key,) if is_id else encode(str(key)):
-            found[str(token)] = BANNED if bias is False else bias
+        is_text = isinstance(key, str) and not (isinstance(given, dict) and key.isdecimal())
+        found.append(BiasEntry(str(key), is_text, BANNED if bias is False else bias))
     return found

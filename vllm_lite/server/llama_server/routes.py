@@ -17,7 +17,7 @@ from vllm_lite.server.http.application import posts
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.llama_server.answers import LlamaCppWriter
 from vllm_lite.server.llama_server.bodies import LlamaCppBody, LlamaCppCompletionBody, LlamaCppInfillBody
-from vllm_lite.server.llama_server.completions import fields_of, max_tokens_of, prompts_of
+from vllm_lite.server.llama_server.completions import biases_of, fields_of, max_tokens_of, prompts_of
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 
@@ -61,7 +61,8 @@ class LlamaCppPromptRoutes:
     ) -> Response:
         """Answer `prompts`, which are all texts or all token ids."""
         body: LlamaCppBody = asked.body
-        fields = fields_of(body, self._max_model_len, self._encoded)
+        fields = fields_of(body, self._max_model_len)
+        fields["logit_bias"] = await self._biases(body, asked.request)
         fields["stop_token_ids"] = list(stop_token_ids) or None
         completion = CompletionBody(prompt=list(prompts), **fields)
         made = await self._generation.completion(asked._replace(body=completion))
@@ -70,11 +71,15 @@ class LlamaCppPromptRoutes:
         writer = LlamaCppWriter(call, live.writers.spelling, body, texts, self._max_model_len)
         return CallResponse(call, writer, live.calls.run, stream=bool(body.stream), headers=made.headers)
 
-    def _encoded(self, text: str) -> Sequence[int]:
-        """Token ids of a key of `logit_bias`."""
-        if self._prompts.tokenizer is None:
+    async def _biases(self, body: LlamaCppBody, request: Request) -> dict[str, Any] | None:
+        """The biases by token id."""
+        biases = biases_of(body)
+        texts = [each.key for each in biases if each.is_text]
+        if texts and self._prompts.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; keys of logit_bias must be token ids", "logit_bias")
-        return self._prompts.tokenizer.encode(text, add_special_tokens=False)
+        ids = iter(await self._prompts.of_words(texts, request))
+        tokens = [(next(ids) if each.is_text else (each.key,), each.bias) for each in biases]
+        return {str(token): bias for each, bias in tokens for token in each} or None
 
     async def _texts(self, call: Call) -> list[str]:
         """The call's prompts as texts, with special tokens; "" for a model without a tokenizer."""

@@ -199,6 +199,12 @@ class PromptRenderer:
         texts = [part for prompt in prompts for part in prompt if isinstance(part, str)]
         return await self._checked(encoded, texts, request)
 
+    async def of_words(self, words: Sequence[str], request: Request) -> list[list[int]]:
+        """Return the token ids of each text, without special tokens."""
+        return await self._checked(
+            lambda check: [self._encoded(word, False, None, check) for word in words], words, request
+        )
+
     async def of_gap(
         self,
         filler: Infill,
