@@ -107,6 +107,9 @@ def test_models_are_swapped_and_a_chat_finds_its_cache(swapping: Server) -> None
         refused = http.post("/v1/completions", json={"model": "bad", "prompt": PROMPT})
         assert refused.status_code == 503
         assert "did you mean 'max_model_len'" in refused.json()["error"]["message"]
+        unloaded = http.post("/debug/prefix", json={"model": "red", "prompt": PROMPT})
+        assert (unloaded.status_code, states(http)["red"]) == (409, "unloaded")
+        assert "the model 'red' is unloaded, so nothing" in unloaded.json()["error"]["message"]
         missing = http.post("/v1/completions", json={"model": "green", "prompt": PROMPT})
         assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
         long = PROMPT * 30
@@ -120,6 +123,8 @@ def test_models_are_swapped_and_a_chat_finds_its_cache(swapping: Server) -> None
         usage = again["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         assert cached >= usage["prompt_tokens"] - 32, usage  # whole blocks
+        explained = http.post("/debug/prefix", json={"model": "red", "prompt": long})
+        assert (explained.status_code, explained.json()["miss"]) == (200, "all_cached"), explained.text
 
 
 def test_a_decision_is_made_by_the_model_that_it_names(swapping: Server) -> None:

@@ -204,6 +204,18 @@ def test_an_operation_is_for_all_engines(rig: Rig) -> None:
         assert asked.result(DEADLINE_S) == OperationDone()
 
 
+def test_the_engine_for_a_request_is_told_without_recording_it() -> None:
+    with ExitStack() as stack:
+        rig = Rig(stack)
+        request = Generate("r", pack_tokens(list(range(64))), SamplingParams())
+        routing = rig.session._router
+        before = repr([(each, routing._sent[each]) for each in routing.engines])
+        told = {rig.session.engine_for(request) for _ in range(5)}
+        assert repr([(each, routing._sent[each]) for each in routing.engines]) == before
+        assert told == {rig.session.choose(request)}
+        assert repr([(each, routing._sent[each]) for each in routing.engines]) != before
+
+
 def test_a_stream_gets_an_error_if_its_next_engine_also_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         rig = Rig(stack, is_supervised=False)

@@ -20,6 +20,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.encoder_cache import EncoderCache, EncoderSizes, encoder_sizes
 from vllm_lite.engine.intake import Attached, Intake, ModelFacts
 from vllm_lite.engine.observe.describe import describe
+from vllm_lite.engine.observe.prefix import PrefixQuestions
 from vllm_lite.engine.observe.recorder import MakeScheduler, RecordedScheduler, recorded
 from vllm_lite.engine.observe.residency import Residency
 from vllm_lite.engine.observe.view import block_content, view
@@ -107,6 +108,7 @@ class EngineCore:
         """Tokens per layer and expert that earlier worker groups counted."""
         self.max_model_len = self.scheduler.max_len
         self.intake = Intake(self.scheduler, ModelFacts.of(ready), clock)
+        self.prefix_questions = PrefixQuestions(self.scheduler, self.intake)
         self.in_flight = self.scheduler.in_flight
         self._holds = False
         self.transfers = Transfers.of(self.scheduler, clock)

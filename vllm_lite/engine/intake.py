@@ -73,8 +73,7 @@ class Intake:
             _check_same(known, message)
             if _can_resend(known):
                 return _attach(known, client, message)
-        self._check_content(message)
-        request = self._make_request(client, message, len(message.prompt) // 4, self._adapter_of(message))
+        request = self.unstarted(client, message)
         done = _end_complete(request)
         self._scheduler.meter.now_s = self._clock()
         replaced, replaced_at = None, 0
@@ -115,6 +114,11 @@ class Intake:
         child.logprobs = parent.logprobs[: max(0, len(parent.logprobs) - (sequence.num_output - message.have))]
         self._scheduler.fork(parent, child)
         return child
+
+    def unstarted(self, client: bytes, message: Generate) -> Request:
+        """A request of which the scheduler does not know. Raises RequestError."""
+        self._check_content(message)
+        return self._make_request(client, message, len(message.prompt) // 4, self._adapter_of(message))
 
     def _adapter_of(self, message: Generate) -> Adapter | None:
         """The adapter that the message names, or None. Raises RequestError for an unknown name."""

@@ -219,7 +219,8 @@ class EngineProcess:
         watched = poller(self.port, executor, self._stop, *(() if events is None else (events,)))
         while groups.executor is executor and not self._stop.is_set():
             is_changing = recovery.is_on or operations.looks_soon
-            watched.poll(RECOVERY_LOOK_MS if is_changing else self.patience_ms_of(core))
+            patience_ms = RECOVERY_LOOK_MS if is_changing else self.patience_ms_of(core)
+            watched.poll(0 if core.prefix_questions.is_on else patience_ms)
             self.serve_once(core, groups, recovery, operations)
             if events is not None:
                 events.serve(time.time())
@@ -229,6 +230,7 @@ class EngineProcess:
         unread messages end the next wait at once."""
         for peer, message in self.port.receive():
             self._handle(core, operations, peer, message)
+        core.prefix_questions.advance()
         produced = core.expire()
         try:
             if recovery.advance(produced) and operations.advance():
@@ -271,6 +273,8 @@ class EngineProcess:
                 reply(core.describe(*asked, with_content=message.with_content))
             case GetView() | GetBlock():
                 reply(core.look(message))
+            case api.GetPrefix():
+                core.prefix_questions.ask(message.request, reply)
             case FindExternal():
                 external = core.scheduler.queues.external
                 reply(ExternalFound([*filter(external.is_live, message.external_ids)]))

@@ -88,6 +88,12 @@ class Generate(Message, tag="generate"):
     contents: Annotated[tuple[MediaContent, ...], Meta(max_length=MAX_MEDIA)] = ()
 
 
+class GetPrefix(Message, tag="get_prefix"):
+    """Ask which blocks of the prompt of `request` are cached, without starting it; answered by PrefixSeen."""
+
+    request: Generate
+
+
 class ForkRequest(Message, tag="fork"):
     """Start a new request `child_id` that continues after the first `have` output tokens of a live one, sharing its KV
     and its adapter.
@@ -381,6 +387,7 @@ FromClient = (
     | GetStats
     | Describe
     | Look
+    | GetPrefix
     | FindExternal
     | AbortExternal
     | ResetPrefixCache

@@ -123,5 +123,55 @@ class BlockContent(Message, tag="block"):
     tiers: tuple[Literal["device", "host", "disk"], ...] = ()
 
 
+MissReason = Literal[
+    "caching_is_off",
+    "prompt_is_scored",
+    "all_cached",
+    "being_computed",
+    "not_continuable",
+    "evicted",
+    "cache_was_emptied",
+    "other_keys",
+    "differs",
+    "longer",
+    "unknown",
+]
+"""Reasons for the first block without a hit. "all_cached": there is none, as only full blocks are cached and the last
+token is always computed. "being_computed": by a live request. "not_continuable": its KV is cached, but not all that
+computing the next token needs: a recurrent state, or KV in another window. "evicted" and "cache_was_emptied": an
+earlier prompt had this block. "other_keys": one with another cache salt or adapter has it. "differs": from the nearest
+prompt, within this block; "longer": the nearest prompt ends there. "unknown": no remembered prompt reaches the block.
+"""
+
+
+class NearestPrompt(Message):
+    """The remembered prompt, with its output, that has the most tokens in common with the one in question: the first
+    `num_common`. `context` has the tokens around that position from `start` on, u32, and nothing beyond its end."""
+
+    request_id: str
+    external_id: str
+    num_common: int
+    start: int
+    context: bytes
+
+
+class PrefixSeen(Message, tag="prefix"):
+    """Blocks of a prompt that are cached now. `tiers` has one byte for each full block: 0 for none, or 1 for the
+    device, 2 for the host and 3 for the disk, the slowest one that is needed. The request would get `num_cached` tokens
+    from memory, and after them `num_on_disk` from the disk, if loading takes less time than computing. `miss` is the
+    reason why it would get no more. `error`: why the request would be refused; nothing else is set then.
+    """
+
+    num_prompt: int = 0
+    block_size: int = 0
+    num_cached: int = 0
+    num_on_disk: int = 0
+    tiers: bytes = b""
+    num_hit_blocks: int = 0
+    miss: MissReason = "unknown"
+    nearest: NearestPrompt | None = None
+    error: str | None = None
+
+
 Look = GetView | GetBlock
-Seen = EngineView | BlockContent
+Seen = EngineView | BlockContent | PrefixSeen

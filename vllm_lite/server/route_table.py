@@ -130,6 +130,9 @@ ROUTES: Final = (
     TableRoute("post", "/tokenize", "convert text or messages to token ids", bodies.TokenizeBody),
     TableRoute("post", "/detokenize", "convert token ids to text", bodies.DetokenizeBody),
     TableRoute("get", "/v1/requests/{request_id}", "the state of a request, and why it waits"),
+    TableRoute(
+        "post", "/debug/prefix", "which tokens of a prompt are cached, and why not all (admin)", bodies.ChatBody
+    ),
     TableRoute("delete", "/v1/requests/{request_id}", "end a request"),
     TableRoute("post", "/abort_requests", "end the requests in `request_ids`", bodies.AbortBody),
     TableRoute("post", "/inference/v1/abort_requests", "as /abort_requests", bodies.AbortBody),

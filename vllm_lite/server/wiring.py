@@ -33,6 +33,7 @@ from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.decisions.routes import DecisionRoutes
 from vllm_lite.server.generation import Generation, ServedModel
 from vllm_lite.server.http.body import BodyReader
+from vllm_lite.server.live.prefix import PrefixRoutes
 from vllm_lite.server.live.routes import LiveRoutes
 from vllm_lite.server.live.settings import settings_of
 from vllm_lite.server.live_requests import LiveRequests
@@ -175,6 +176,7 @@ class Application:
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information, vectors.invoked).routes()]
         more += OperationRoutes(self.calls, live.reader, resolved).routes()
         more += LiveRoutes(self.calls, settings_of(config, resolved, engine.kernels)).routes()
+        more += PrefixRoutes(generation).routes()
         more += [*AdapterRoutes(generation).routes(), *DerenderRoutes(generation).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, resolved.model, prompts, shown)

@@ -14,7 +14,7 @@ from vllm_lite.protocol.api import ForkRequest, FromClient, Generate, Welcome
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.stats import Stats
-from vllm_lite.protocol.view import BlockContent, EngineView, GetView
+from vllm_lite.protocol.view import BlockContent, EngineView, GetView, PrefixSeen
 
 STATS_TIMEOUT_S = 10.0
 ANSWERS = (
@@ -27,6 +27,7 @@ ANSWERS = (
     AdapterAnswer,
     EngineView,
     BlockContent,
+    PrefixSeen,
 )
 
 A = TypeVar("A")
@@ -137,6 +138,10 @@ class AnySession(Asking):
         if number:
             raise LookupError(number)
         return self.ask(message, answer)
+
+    def engine_for(self, request: Generate, affinity: str | None = None) -> int:  # noqa: ARG002
+        """The number of the engine that submit() would choose for `request` now. Raises EngineError."""
+        return 0
 
     def asked_as(self, number: int, first_block: int | None) -> Member:
         """ask_each() for one engine, as number `number`. Raises EngineError."""

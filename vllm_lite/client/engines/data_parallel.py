@@ -192,6 +192,16 @@ class DataParallelSession(AnySession):
     def choose(self, request: Generate | None, affinity: str | None = None) -> int:
         """Choose the engine of a new request, and record the prompt as cached there. Raises EngineError if all are
         dead."""
+        chosen, hashes = self._choice(request, affinity)
+        self._router.stored(chosen, hashes)
+        return chosen
+
+    def engine_for(self, request: Generate, affinity: str | None = None) -> int:
+        with self._lock:
+            return self._choice(request, affinity)[0]
+
+    def _choice(self, request: Generate | None, affinity: str | None) -> tuple[int, list[bytes]]:
+        """The engine for a new request, and the hashes of its prompt. Raises EngineError if all are dead."""
         alive = [index for index, member in enumerate(self.members) if member.dead is None]
         if not alive:
             raise self.dead or EngineError("all engines are dead")
@@ -200,9 +210,7 @@ class DataParallelSession(AnySession):
         loads = {index: self.members[index].num_open for index in serving}
         salt = None if request is None else request.params.cache_salt
         hashes = [] if request is None else prompt_hashes(self._hasher, request)
-        chosen = self._router.choose(hashes, loads, affinity or salt).engine
-        self._router.stored(chosen, hashes)
-        return chosen
+        return self._router.choose(hashes, loads, affinity or salt).engine, hashes
 
     def _on_change(self, changed: Session) -> None:
         """Handle the loss or the return of an engine."""

@@ -115,6 +115,10 @@ class BlockTails(PoolObserver):
     def find(self, key: bytes) -> int | None:
         return self._ids.get(key)
 
+    def is_new(self, key: bytes) -> bool:
+        """Whether find() has it from the next step on."""
+        return key in self._new
+
     def forget(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             self._new.pop(key, None)

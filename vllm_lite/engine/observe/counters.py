@@ -40,7 +40,7 @@ class Meter:
         """`max_len`: maximum length of a sequence. `method`: the drafter beside grammars; empty: none."""
         self.now_s = 0.0
         self.counters = kv.counters
-        self.conversations = Conversations()
+        self.conversations = Conversations(kv.pool)
         self.latest_drafts = (0, 0)
         """(drafted, accepted) tokens of the latest step with a result."""
         self._method = method

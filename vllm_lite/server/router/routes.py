@@ -32,6 +32,8 @@ EVENT_S = 0.5
 SCRAPE_S = 5.0
 OF_ROUTER = frozenset({"/sleep", "/wake_up"})
 """Routes that clients must not call on a model: the router manages memory itself."""
+OF_PREFIX = "/debug/prefix"
+"""Route of a question about the prefix cache, for which no model is loaded."""
 
 
 class RouterRoutes:
@@ -231,6 +233,9 @@ class RouterRoutes:
         path = request.scope["path"]
         if path in OF_ROUTER:
             raise ApiError(400, f"{path} is the router's to call here; POST /models/unload gives a model's memory back")
+        if path == OF_PREFIX and member.state != "loaded":
+            name = member.entry.name
+            raise ApiError(409, f"the model {name!r} is {member.state}, so nothing of its prompts is cached in memory")
         if "lora_name" in routed.fields:
             self._know_adapter(member, path, routed.field("lora_name", str))
         return ForwardedAnswer(self._fleet, member, request, routed, self._reader)
