@@ -86,7 +86,7 @@ class PrefixRoutes:
 def explanation(engine: int, seen: PrefixSeen, token_ids: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The JSON object of an answer. Neighbouring blocks with equal states are one entry of `blocks`."""
     difference = None
-    if seen.nearest is not None and seen.miss != "all_cached":
+    if seen.nearest is not None and seen.nearest.num_common < seen.num_prompt:
         difference = _difference(seen.nearest, token_ids, tokenizer)
     return {
         "engine": engine,
