@@ -368,6 +368,7 @@ def test_dependencies_are_those_imported() -> None:
 def declared_name(requirement: str) -> str:
     name = re.split(r"[<>=!~ \[;]", requirement)[0]
     imported = {"pyzmq": "zmq", "pillow": "PIL", "pyyaml": "yaml", "cupy-cuda12x": "cupy", "ai-dynamo": "dynamo"}
+    imported["opentelemetry-sdk"] = "opentelemetry"
     return imported.get(name, name.replace("-", "_"))
 
 

@@ -182,7 +182,7 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--max-num-active-seqs", "see --max-num-seqs"),
     Flags("--max-num-scheduled-tokens", "see --max-num-batched-tokens"),
     Flags("--kv-transfer-config --ec-transfer-config", "prompts and answers are computed by one engine"),
-    Flags("--otlp-traces-endpoint --collect-detailed-traces", "see --record, and GET /metrics"),
+    Flags("--collect-detailed-traces", "spans of --otlp-traces-endpoint are whole requests; see --record for steps"),
     Flags("--override-attention-dtype --additional-config --eplb-config", "there is no such thing"),
     Flags("--aux-output-config --engram-config --diffusion-config -dc --watermark-config", "there is no such thing"),
     Flags("--long-prefill-token-threshold", "see --max-num-batched-tokens"),

@@ -9,5 +9,8 @@ live_requests.py  routes about running requests (state, abort, fork), and /load,
 live/             /v1/live: the state of the engines, for watchers
 load_report.py    the engine's load in response headers, for load balancers
 metrics.py        /metrics, for Prometheus
+request_spans.py  a span of OpenTelemetry for each request
+span_export.py    sends spans by OpenTelemetry's SDK
+collector.py      where spans are sent, and by which protocol
 config.py         the settings: an engine's and the server's own
 """

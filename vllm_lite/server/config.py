@@ -172,6 +172,10 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         bool, Meta(description="every chunk of a stream has the usage, whatever its stream_options")
     ] = False
     enable_log_requests: Annotated[bool, Meta(description="log every request, with its prompt")] = False
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(description="OpenTelemetry collector, e.g. http://localhost:4318, that gets a span for each request"),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp
 
 from vllm_lite.checkpoint.layer_specs.pooling import task_prompts
@@ -50,6 +51,7 @@ from vllm_lite.server.openai.rendering import Renderer
 from vllm_lite.server.pooling.routes import PoolingRoutes
 from vllm_lite.server.pooling.runs import PoolingRuns
 from vllm_lite.server.processes.scoreboard import Scoreboard
+from vllm_lite.server.request_spans import RequestSpans
 from vllm_lite.server.responses.routes import ResponsesRoutes
 from vllm_lite.server.responses.runs import Runs
 from vllm_lite.server.responses.store import ResponseStore
@@ -128,10 +130,12 @@ class Application:
     def __init__(
         self, config: ServeConfig, keys: Keys, engine: EngineLink, files: ModelFiles, scoreboard: Scoreboard
     ) -> None:
+        self._spans = None if config.otlp_traces_endpoint is None else RequestSpans(config.otlp_traces_endpoint)
         self.calls = Calls(
             Dispatcher(engine.session, asyncio.get_running_loop()),
             _limits(config, engine.config, scoreboard.num_servers),
             scoreboard,
+            self._spans,
         )
         self._resumable = ResumableCalls(self.calls, config.stream_resume_s)
         self._store = ResponseStore(config.responses_store, config.responses_store_bytes)
@@ -149,6 +153,8 @@ class Application:
 
     def close(self) -> None:
         self._store.close()
+        if self._spans is not None:
+            self._spans.close()
 
     def _wire(self, config: ServeConfig, keys: Keys, link: EngineLink, files: ModelFiles) -> ASGIApp:
         engine, resolved = link.session.welcome, link.config
@@ -186,7 +192,10 @@ class Application:
         more += ResponsesRoutes(generation, self._runs, self._store).routes()
         more += vectors.routes()
         more += DecisionRoutes(generation, factory, window, is_deterministic=resolved.deterministic).routes()
-        return build(ApiRoutes(generation, config.root), live, more, config, keys, metrics)
+        app = build(ApiRoutes(generation, config.root), live, more, config, keys, metrics)
+        if self._spans is not None:  # innermost: of requests that the guards let pass
+            app.user_middleware.append(Middleware(self._spans.following))
+        return app
 
 
 def _image_limits(config: ServeConfig) -> ImageLimits:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S
@@ -41,12 +41,27 @@ class QueueLimits(NamedTuple):
     max_queued_tokens: int | None = None
 
 
+class CallObserver(Protocol):
+    """Follows each call from its start to its end."""
+
+    def started(self, call: Call) -> None: ...
+
+    def ended(self, call: Call) -> None: ...
+
+
 class Calls:
     """Holds the calls that run on this server, and decides whether another may start. Every method is called on the
     loop."""
 
-    def __init__(self, dispatcher: Dispatcher, limits: QueueLimits, scoreboard: Scoreboard | None = None) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        limits: QueueLimits,
+        scoreboard: Scoreboard | None = None,
+        observer: CallObserver | None = None,
+    ) -> None:
         """`scoreboard` publishes the number of running calls; given if there are several servers."""
+        self._observer = observer
         self.dispatcher = dispatcher
         self.scoreboard = scoreboard or Scoreboard()
         self._suffix = f"@{self.scoreboard.number}" if self.scoreboard.number else ""
@@ -126,11 +141,15 @@ class Calls:
             if isinstance(error, VllmLiteError):
                 raise refused(error) from error
             raise
+        if self._observer is not None:
+            self._observer.started(call)
 
     def end(self, call: Call) -> None:
         if self.running.get(call.name) is call:
             del self.running[call.name]
             self.scoreboard.report_load(len(self.running))
+            if self._observer is not None:
+                self._observer.ended(call)
             self.dispatcher.drop(call)
 
     def stream_ids(self, name: str, count: int) -> list[str]:

@@ -30,6 +30,7 @@ def serve(config: ServeConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     check_tls(config)
+    check_collector(config)
     listeners = bind(config)
     files: list[ModelFiles] = []
     try:
@@ -125,6 +126,14 @@ def _remove_stale(path: str) -> None:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
+
+
+def check_collector(config: ServeConfig) -> None:
+    """Check the collector's URL and the packages for it before the engine starts. Raises ConfigError."""
+    if config.otlp_traces_endpoint is not None:
+        from vllm_lite.server.collector import Collector
+
+        Collector(config.otlp_traces_endpoint).check()
 
 
 def check_tls(config: ServeConfig) -> None:

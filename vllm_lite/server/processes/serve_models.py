@@ -17,7 +17,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.processes.http_server import ABORT_S, started, until, uvicorn_of, where
-from vllm_lite.server.processes.serve import bind, check_tls
+from vllm_lite.server.processes.serve import bind, check_collector, check_tls
 from vllm_lite.server.router.app import build
 from vllm_lite.server.router.backend import ModelServer
 from vllm_lite.server.router.catalog import Catalog, Entry, read_catalog
@@ -40,6 +40,7 @@ def serve_models(config: RouterConfig) -> int:
         signal.signal(number, lambda *_: stop.set())
     keys = config.keys()
     check_tls(config)
+    check_collector(config)
     listeners = bind(msgspec.structs.replace(config, api_server_count=1))
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
