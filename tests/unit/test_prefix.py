@@ -11,6 +11,7 @@ import pytest
 from tests.recorded import VOCAB, Recorded, media_of, snapshot
 from tests.scheduler_rig import Rig
 from vllm_lite.engine.adapters import Adapter
+from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.observe import conversations
 from vllm_lite.engine.observe.prefix import explain, num_common
 from vllm_lite.engine.request import Request
@@ -276,3 +277,21 @@ def test_questions_are_answered_in_their_order_and_refused_like_requests() -> No
         True
     ] * 5
     assert (errors[0], errors[4], engine.scheduler.counters.rejected_requests) == ("", "", 0)
+
+
+def test_blocks_on_disk_follow_those_in_memory() -> None:
+    rig = Rig(num_blocks=40, disk=True)
+    rig.add("a", PROMPT, max_tokens=1)
+    while rig.scheduler.requests:  # and without waiting for its blocks to be written
+        rig.step()
+    hasher = rig.kv.hasher
+    hashes: list[bytes] = []
+    longer = [*PROMPT[:12], *range(1, 10)]
+    hasher.extend(hashes, hasher.root(), memoryview(pack_tokens(longer)), len(longer))
+    rig.kv.part(DiskTier).index.gain([each + rig.blocks.groups[0].key for each in hashes[1:4]])
+    seen = asked(rig, longer)
+    assert (seen.num_cached, seen.num_on_disk, seen.num_hit_blocks) == (12, 4, 4)
+    assert (seen.tiers, seen.miss) == (b"\1\1\1\3\0", "unknown")
+    rig.kv.part(DiskTier).index.gain([hashes[4] + rig.blocks.groups[0].key])
+    seen = asked(rig, longer[:20])
+    assert (seen.num_cached, seen.num_on_disk, seen.num_hit_blocks, seen.miss) == (12, 7, 5, "all_cached")
