@@ -202,3 +202,43 @@ def test_why_tells_which_tier_a_hit_came_from(tmp_path: Path, capsys: pytest.Cap
     assert "with 32 tokens found in the cache" in text
     assert "host memory" not in why("at once", path, capsys)
     assert "host memory" not in why("first", path, capsys)
+
+
+def recorded_with(path: Path, prompts: list[list[int]], **settings: int) -> Path:
+    recorded = Recorded(path, 20, **settings)  # type: ignore[arg-type]
+    for number, prompt in enumerate(prompts):
+        recorded.add(f"{path.name}-{number}", prompt, max_tokens=4, ignore_eos=True)
+        recorded.loop()
+    recorded.drain()
+    recorded.core.close()
+    return path
+
+
+def test_two_traces_differ_first_where_an_engine_decides_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [[1, 2, 3], list(range(20, 42)), [4, 5]]
+    one = recorded_with(tmp_path / "one", prompts)
+    same = recorded_with(tmp_path / "same", prompts)
+    other = recorded_with(tmp_path / "other", prompts, max_num_batched_tokens=9)
+    longer = recorded_with(tmp_path / "longer", [*prompts[:2], [4, 5, 6, 7, 8, 9]])
+
+    def diff(second: Path, *flags: str) -> tuple[int, str]:
+        return main(["replay", str(one), "--diff", str(second), *flags]), capsys.readouterr().out
+
+    assert diff(same, "--assert")[0] == 0
+    assert re.fullmatch(r"the same decisions in all [1-9]\d* steps\n", diff(same)[1])
+    status, out = diff(other, "--assert")
+    assert status == 1
+    assert "settings differ:\n  max_num_batched_tokens: 16 and 9" in out
+    assert "inputs differ" not in out.split("decisions differ first at step 2:")[0]
+    first, second = out.splitlines()[-2:]
+    assert ("16 tokens" in first, "9 tokens" in second) == (True, True), out
+    assert ("one-1 " in first, "other-1 " in second) == (True, True)
+    status, out = diff(longer)
+    assert status == 0
+    assert "inputs differ first before step 4:\n  first:  one-2 arrived with 2 tokens" in out
+    assert "second: longer-2 arrived with 6 tokens" in out
+    assert "decisions differ first at step 4:" in out
+    assert main(["replay", str(one), "--diff", str(same), "--until", "3"]) == 2
+    assert main(["replay", str(one), "--diff", str(tmp_path / "none")]) == 2

@@ -1,4 +1,4 @@
-"""Repeat the scheduler's decisions of a trace and report where they diverge, or show the trace."""
+"""Repeat the decisions of a trace and report where they diverge, compare it with another one, or show it."""
 
 import argparse
 from pathlib import Path
@@ -12,6 +12,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--until", metavar="step=N", type=_step_number, help="stop after step N of FILE and show its state"
     )
     parser.add_argument("--assert", dest="must_agree", action="store_true", help="exit with 1 at a divergence")
+    parser.add_argument("--diff", metavar="OTHER", help="only show where the trace OTHER first differs from FILE")
     parser.add_argument("--plot", metavar="FILE.png", help="draw requests, KV blocks and tokens over time")
     parser.add_argument("--page", action="store_true", help="show its steps in a browser, like the page at /")
     parser.add_argument(
@@ -22,6 +23,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.errors import ConfigError
 
+    if arguments.diff is not None:
+        return _diff(arguments)
     if arguments.page:
         for name in ("until", "must_agree", "plot"):
             if getattr(arguments, name):
@@ -32,6 +35,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.port is not None:
         raise ConfigError("--port is where --page listens; give both")
     return _replay(arguments)
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    from vllm_lite.errors import ConfigError
+    from vllm_lite.trace.difference import difference
+
+    for name in ("until", "plot", "page", "port"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--diff compares two traces; give it without --{name}")
+    lines, agree = difference(arguments.file, arguments.diff)
+    print("\n".join(lines))
+    return int(arguments.must_agree and not agree)
 
 
 def _replay(arguments: argparse.Namespace) -> int:
