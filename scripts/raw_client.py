@@ -16,7 +16,7 @@ from typing import Any
 import msgpack
 import zmq
 
-VERSION = 27
+VERSION = 28
 LOAD_S, SILENCE_S = 60, 30
 """Seconds that an engine may take to load, and seconds that it may be silent later while it owes an answer, although it
 sends a sign of life every half second."""

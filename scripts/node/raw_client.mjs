@@ -10,7 +10,7 @@ import { parseArgs } from "node:util";
 import { decode, encode } from "@msgpack/msgpack";
 import { Dealer } from "zeromq";
 
-const VERSION = 27;
+const VERSION = 28;
 // How long an engine may load; and be silent later, when it owes an answer and says every half second that it lives.
 const LOAD_MS = 60_000, SILENCE_MS = 30_000, NUDGE_MS = 1_000;
 const HELLO = ["hello", VERSION, null], PING = ["ping"];

@@ -130,6 +130,9 @@ def test_a_span_has_its_parent_its_times_and_the_names_of_vllm(traced: tuple[Ser
     assert found["gen_ai.response.finish_reasons"] == ["length", "length"]
     assert found["gen_ai.operation.name"] == "text_completion"
     assert 0 < found["gen_ai.latency.time_to_first_token"] <= found["gen_ai.latency.e2e"]
+    prefill, decode = (found[f"gen_ai.latency.time_in_model_{name}"] for name in ("prefill", "decode"))
+    assert found["gen_ai.latency.time_in_model_inference"] == pytest.approx(prefill + decode)
+    assert 0 <= found["gen_ai.latency.time_in_queue"] + prefill + decode <= found["gen_ai.latency.e2e"]
     assert found["gen_ai.latency.e2e"] == pytest.approx((span.end_ns - span.start_ns) / 1e9, abs=1e-3)
 
 

@@ -18,12 +18,14 @@ class Logprob:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times of time.monotonic(), in seconds; None until the event happens."""
+    """Times of time.monotonic(), in seconds; None until the event happens. `time_in_queue` is known when a sample has
+    ended."""
 
     arrival_time: float
     first_token_time: float | None = None
     last_token_time: float | None = None
     finished_time: float | None = None
+    time_in_queue: float | None = None
 
     @property
     def first_token_latency(self) -> float | None:

@@ -389,6 +389,7 @@ def _to_wire(item: Produced) -> api.Tokens | api.Finished:
         index=item.sample,
         cumulative_logprob=item.logprob,
         pooled=item.pooled,
+        queued_s=None if request.admitted_s is None else request.admitted_s - request.queued_s,
     )
 
 

@@ -19,7 +19,7 @@ codec.py    one encoder and decoder per direction, with version and size limits
 
 import msgspec
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 """Incremented with every change of a struct; Hello refuses any other version."""
 
 

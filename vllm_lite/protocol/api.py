@@ -251,7 +251,8 @@ class Finished(Message, tag="finished"):
     """The terminal message of sample `index` of a request, with its last tokens; a request has `n` samples.
 
     `error` is set if and only if the reason is "error"; then it ends all samples of the request. `pooled` is the result
-    of a request with `pooling`: one row of numbers, or one row per token of its prompt.
+    of a request with `pooling`: one row of numbers, or one row per token of its prompt. `queued_s` is the time from the
+    request's arrival to its admission.
     """
 
     request_id: RequestId
@@ -266,6 +267,7 @@ class Finished(Message, tag="finished"):
     cumulative_logprob: float | None = None
     prompt: PromptLogprobs | None = None
     pooled: Pooled | None = None
+    queued_s: float | None = None
 
 
 class OutputBatch(Message, tag="outputs"):

@@ -186,10 +186,19 @@ def _of_params(params: SamplingParams) -> Iterator[tuple[str, Any]]:
 
 
 def _of_times(streams: Sequence[RequestStream], arrival: HttpArrival) -> Iterator[tuple[str, float]]:
-    """Seconds from the arrival to the first and to the last token, and between them."""
-    firsts = [stream.metrics.first_token_time for stream in streams if stream.metrics.first_token_time is not None]
-    lasts = [stream.metrics.last_token_time for stream in streams if stream.metrics.last_token_time is not None]
+    """Seconds in the queue, from the arrival to the first and to the last token, and of the model's parts between."""
+    times = [stream.metrics for stream in streams]
+    queued = [(each.arrival_time, each.time_in_queue) for each in times if each.time_in_queue is not None]
+    firsts = [each.first_token_time for each in times if each.first_token_time is not None]
+    lasts = [each.last_token_time for each in times if each.last_token_time is not None]
+    if queued:
+        yield "gen_ai.latency.time_in_queue", max(queued_s for _, queued_s in queued)
     if firsts and lasts:
-        yield "gen_ai.latency.time_to_first_token", min(firsts) - arrival.monotonic_s
-        yield "gen_ai.latency.time_in_model_decode", max(lasts) - min(firsts)
-        yield "gen_ai.latency.e2e", max(lasts) - arrival.monotonic_s
+        first_s, last_s = min(firsts), max(lasts)
+        yield "gen_ai.latency.time_to_first_token", first_s - arrival.monotonic_s
+        yield "gen_ai.latency.e2e", last_s - arrival.monotonic_s
+        yield "gen_ai.latency.time_in_model_decode", last_s - first_s
+        if queued:
+            admitted_s = min(first_s, *(arrival_s + queued_s for arrival_s, queued_s in queued))
+            yield "gen_ai.latency.time_in_model_prefill", first_s - admitted_s
+            yield "gen_ai.latency.time_in_model_inference", last_s - admitted_s

@@ -207,6 +207,7 @@ class RequestStream:
         sample.apply(event)
         if isinstance(event, Finished):
             self.num_cached_tokens = max(self.num_cached_tokens or 0, event.num_cached_tokens)
+            self.metrics = replace(self.metrics, time_in_queue=event.queued_s)
         elif sample.finish_reason is not None and not had_ended:
             self._stopped.append(event.index)
         if sample.finish_reason is not None and all(sample.finish_reason is not None for sample in self.samples):
