@@ -160,6 +160,17 @@ def test_adapters_are_models_that_come_and_go(http: httpx.Client, adapted: Adapt
     assert (answer.status_code, answer.json()["error"]["param"]) == (404, "model")
 
 
+def test_a_cached_prompt_is_explained_for_each_adapter(http: httpx.Client) -> None:
+    prompt = [number % 20 + 3 for number in range(70)]
+    tokens_of(http, "sql", prompt)
+    found = {}
+    for model in ("sql", "base"):
+        answer = http.post("/debug/prefix", json={"model": model, "prompt": prompt})
+        assert answer.status_code == 200, answer.text
+        found[model] = answer.json()["miss"], answer.json()["num_cached_tokens"] > 0
+    assert found == {"sql": ("all_cached", True), "base": ("other_keys", False)}
+
+
 def test_only_admins_load_and_unload(server: Server, adapted: Adapted) -> None:
     with client(server) as http:
         for path in ("load", "unload"):
