@@ -1,5 +1,6 @@
 """Spans of requests, as a collector gets them over OTLP: names, parents, errors; and a collector that is down."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -193,6 +194,20 @@ def test_a_client_that_leaves_is_an_error(traced: tuple[Server, OtlpCollector]) 
     assert (span.status, span.attributes["error.type"], span.parent_id) == (ERROR, "client_disconnected", "")
 
 
+def test_an_aborted_request_is_an_error(traced: tuple[Server, OtlpCollector]) -> None:
+    server, collector = traced
+    body = {"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with client(server) as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        chunks = answer.iter_lines()
+        name = json.loads(next(chunks).removeprefix("data: "))["id"]
+        with client(server) as other:
+            assert other.delete(f"/v1/requests/{name}").status_code == 200
+        assert "data: [DONE]" in list(chunks)
+    (span,) = collector.take()
+    assert (span.status, span.attributes["error.type"]) == (ERROR, "abort")
+    assert span.attributes["gen_ai.response.finish_reasons"] == ["abort"]
+
+
 def test_spans_that_wait_are_sent_at_the_end_by_every_server() -> None:
     collector = OtlpCollector()
     flags = "--otlp-traces-endpoint", collector.url, "--api-server-count", "2"
@@ -210,10 +225,30 @@ def test_spans_that_wait_are_sent_at_the_end_by_every_server() -> None:
 def test_a_collector_that_is_down_costs_requests_nothing() -> None:
     collector = OtlpCollector()
     collector.close()
-    with serving("--otlp-traces-endpoint", collector.url, env=ENVIRONMENT, light=True) as server:
+    env = {**ENVIRONMENT, "OTEL_EXPORTER_OTLP_TIMEOUT": "1"}
+    with serving("--otlp-traces-endpoint", collector.url, env=env, light=True) as server:
         with client(server) as http:
+            post(http, "/v1/completions", {"prompt": "Once", "max_tokens": 2})
+            server.wait_for("takes no spans")
             for _ in range(20):
                 post(http, "/v1/completions", {"prompt": "Once", "max_tokens": 2})
         assert server.stop() == 0
     assert "Traceback" not in server.output
-    assert server.output.count(collector.url) <= 1, server.output
+    assert server.output.count(collector.url) == 1, server.output
+
+
+def test_the_router_of_several_models_passes_the_parent_on(tmp_path: Path) -> None:
+    collector = OtlpCollector()
+    file = tmp_path / "models.yaml"
+    file.write_text(f"defaults: {{otlp_traces_endpoint: '{collector.url}'}}\nmodels: {{red: {{model: demo}}}}\n")
+    server = Server("--models", str(file), "--port", "0", "--device", "cpu", env=ENVIRONMENT)
+    try:
+        server.wait_for("Try:")
+        with client(server, headers=PARENT) as http:
+            post(http, "/v1/completions", {"model": "red", "prompt": "Once", "max_tokens": 2})
+        (span,) = collector.take()
+    finally:
+        server.close()
+        collector.close()
+    assert (span.trace_id, span.parent_id) == (TRACE_ID, PARENT_ID)
+    assert span.attributes["gen_ai.response.model"] == "red"
