@@ -121,7 +121,8 @@ def test_costly_bodies_take_a_bounded_sum(server: Server, pool: ThreadPoolExecut
     """Sixteen bodies of a few hundred kilobytes, each of many small objects, were 400 MB once they were decoded."""
     process = psutil.Process(server.process.pid)
     family = [process, *process.children(recursive=True)]
-    body = json.dumps({**chat("user"), "chat_template_kwargs": {"x": [{"a": 0}] * num_objects}})
+    function = {"name": "f", "parameters": {"type": "object", "examples": [{"a": 0}] * num_objects}}
+    body = json.dumps({**chat("user"), "tools": [{"type": "function", "function": function}], "tool_choice": "none"})
     headers = {"Content-Type": "application/json"}
     with client(server) as http:
         assert http.post("/v1/chat/completions", json=chat("user")).status_code == 200

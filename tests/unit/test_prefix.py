@@ -12,7 +12,7 @@ from tests.recorded import VOCAB, Recorded, media_of, snapshot
 from tests.scheduler_rig import Rig
 from vllm_lite.engine.adapters import Adapter
 from vllm_lite.engine.blocks.disk_tier import DiskTier
-from vllm_lite.engine.observe import conversations
+from vllm_lite.engine.observe import conversations, prefix
 from vllm_lite.engine.observe.prefix import explain, num_common
 from vllm_lite.engine.request import Request
 from vllm_lite.protocol.api import Generate
@@ -236,6 +236,7 @@ def test_questions_change_no_decision_and_no_trace(
 
     def recorded(name: str, *, asks: bool) -> bytes:
         engine, rng, prompts = Recorded(tmp_path / name, **sizes), random.Random(3), random.Random(4)
+        slices = random.Random(5)
         for number in range(40):
             length = prompts.randrange(1, 40)
             prompt = [prompts.randrange(3) for _ in range(2)] + [each % VOCAB for each in range(length)]
@@ -246,7 +247,8 @@ def test_questions_change_no_decision_and_no_trace(
                     media = media_of(f"r{number}", len(prompt)) if "has_media" in sizes else ((), ())
                     message = Generate("?", pack_tokens(prompt), SamplingParams(), media=media[0], contents=media[1])
                     engine.core.prefix_questions.ask(message, seen.append)
-                    engine.core.prefix_questions.advance()
+                    while engine.core.prefix_questions.is_on and slices.random() < 0.98:
+                        engine.core.prefix_questions.advance()
         engine.core.close()
         return (tmp_path / name).read_bytes()
 
@@ -277,6 +279,30 @@ def test_questions_are_answered_in_their_order_and_refused_like_requests() -> No
         True
     ] * 5
     assert (errors[0], errors[4], engine.scheduler.counters.rejected_requests) == ("", "", 0)
+
+
+def test_a_fault_of_an_explanation_is_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine goes on: its requests have nothing to do with the question. The next question is answered."""
+    engine, seen = Recorded(None), list[PrefixSeen]()
+    questions = engine.core.prefix_questions
+    question = Generate("?", pack_tokens(PROMPT), SamplingParams())
+    with monkeypatch.context() as patched:
+        patched.setattr(prefix, "_reason", lambda *_: dict[str, str]()["none"])
+        questions.ask(question, seen.append)
+        while questions.is_on:
+            questions.advance()
+    assert "could not be explained: KeyError: 'none'" in (seen[0].error or "")
+    questions.ask(question, seen.append)
+    while questions.is_on:
+        questions.advance()
+    assert (seen[1].error, seen[1].num_prompt) == (None, len(PROMPT))
+
+
+def test_few_questions_wait() -> None:
+    engine, seen = Recorded(None), list[PrefixSeen]()
+    for _ in range(prefix.MAX_ASKED + 1):
+        engine.core.prefix_questions.ask(Generate("?", pack_tokens(PROMPT), SamplingParams()), seen.append)
+    assert [each.error for each in seen] == ["64 questions about prompts wait already; ask again later"]
 
 
 def test_blocks_on_disk_follow_those_in_memory() -> None:

@@ -28,6 +28,7 @@ from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.transfers import STATE
 from vllm_lite.protocol.view import MissReason, NearestPrompt, PrefixSeen
+from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 SLICE_BLOCKS = 256
@@ -38,7 +39,11 @@ SLICE_PROMPTS = 1
 """Number of remembered prompts that a slice compares."""
 CONTEXT = 12
 """Number of tokens before and after a difference that are shown."""
+MAX_ASKED = 64
+"""Maximum number of questions that wait or are being answered."""
 DEVICE, HOST, DISK = 1, 2, 3
+
+_logger = log.get(__name__)
 
 Slices = Generator[None, None, PrefixSeen]
 
@@ -241,7 +246,10 @@ class PrefixQuestions:
         return bool(self._asked)
 
     def ask(self, message: Generate, reply: Callable[[PrefixSeen], object]) -> None:
-        self._asked.append((message, reply))
+        if len(self._asked) == MAX_ASKED:
+            reply(PrefixSeen(error=f"{MAX_ASKED} questions about prompts wait already; ask again later"))
+        else:
+            self._asked.append((message, reply))
 
     def advance(self) -> None:
         """Do one slice of the oldest question, and answer it if that was the last."""
@@ -257,6 +265,11 @@ class PrefixQuestions:
             seen: PrefixSeen = done.value
         except RequestError as error:
             seen = PrefixSeen(error=str(error))
+        except (
+            Exception
+        ) as error:  # a fault of ours: an explanation must not end the engine, whose requests it is beside
+            _logger.exception("a prompt could not be explained")
+            seen = PrefixSeen(error=f"the prompt could not be explained: {type(error).__name__}: {error}")
         self._slices = None
         self._asked.popleft()
         reply(seen)
