@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
     from vllm_lite.protocol.pooling import PoolingParams
 
-__version__ = "0.13.0"
+__version__ = "0.14.0"
 
 _HOME = {
     "LLM": "vllm_lite.client.llm",
