@@ -161,7 +161,7 @@ def test_adapters_are_models_that_come_and_go(http: httpx.Client, adapted: Adapt
 
 
 def test_a_cached_prompt_is_explained_for_each_adapter(http: httpx.Client) -> None:
-    prompt = [number % 20 + 3 for number in range(70)]
+    prompt = [90 - number % 20 for number in range(70)]  # of no other test
     tokens_of(http, "sql", prompt)
     found = {}
     for model in ("sql", "base"):

@@ -160,7 +160,11 @@ def test_a_step_shows_its_drafts_and_moves(page: Any) -> None:
     page.wait_for_selector(".step")
     counts = {"number": 7, "tokens": 20, "prefill": 8, "sequences": 4, "drafts": 6, "copies": 2, "swapped_out": 3}
     page.evaluate(
-        "step => { watching.abort(); drawStep([...engines.values()][0].parts, step) }",
+        """async step => {
+          watching.abort()
+          while (watching || due) await new Promise(requestAnimationFrame)  // a frame that is due would draw another
+          drawStep([...engines.values()][0].parts, step)
+        }""",
         counts | {"swapped_in": 0, "drafted": 4, "right": 3},
     )
     text = page.inner_text("p:has-text('step 7:')")

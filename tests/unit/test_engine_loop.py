@@ -20,6 +20,7 @@ from vllm_lite.runtime.wakeup import Wakeup
 
 CONFIG = EngineConfig().resolve(max_position_embeddings=1000, dtype="float32", model_path="m")
 METER = SimpleNamespace(counters=SimpleNamespace())
+QUESTIONS = SimpleNamespace(is_on=False, advance=lambda: None)
 
 
 def make_groups(executor: object) -> WorkerGroups:
@@ -55,6 +56,7 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
         meter=METER,
         adapter_loader=adapters,
         in_flight=(),
+        prefix_questions=QUESTIONS,
     )
     executor = SimpleNamespace(poll=lambda: outputs.popleft() if outputs else None)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
@@ -89,7 +91,8 @@ def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: 
         raise RuntimeError("the scheduler lost a block")
 
     stop = Wakeup()
-    core = SimpleNamespace(scheduler=SimpleNamespace(requests={}, step=0), expire=fail, meter=METER)
+    scheduler = SimpleNamespace(requests={}, step=0)
+    core = SimpleNamespace(scheduler=scheduler, expire=fail, meter=METER, prefix_questions=QUESTIONS)
     engine = EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop)
     sent: list[tuple[str, bool]] = []
     monkeypatch.setattr("vllm_lite.engine.process.poller", lambda *_: SimpleNamespace(poll=lambda _timeout_ms: []))

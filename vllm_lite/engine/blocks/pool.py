@@ -109,6 +109,8 @@ class BlockPool:
         self.peak_used = 0
         self.num_revived = 0
         """Number of times that a free block was referenced again, since the start."""
+        self.num_resets = 0
+        """Number of times that the prefix cache was emptied."""
         self.num_cached = 0
         """Blocks in the prefix cache, referenced or evictable."""
         self.on_evict: Callable[[list[tuple[int, bytes]]], None] | None = None
@@ -270,6 +272,7 @@ class BlockPool:
     def reset_cache(self) -> int:
         """Empty the prefix cache, and return its number of blocks. Referenced blocks stay allocated."""
         num_cached, self.num_cached = self.num_cached, 0
+        self.num_resets += 1
         for entry in self.cached.values():
             for block in entry.values() if isinstance(entry, dict) else (entry,):
                 block.block_hash = None

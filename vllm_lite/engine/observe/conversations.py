@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from vllm_lite.engine.blocks.pool import BlockPool, PoolObserver
+from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.view import MAX_CONVERSATIONS, ConversationRow
 
@@ -37,17 +37,15 @@ class RecentConversation:
     latest_prompt: int = 0
     """Number of prompt tokens in `tokens`."""
     extra_keys: tuple[str, ...] = ()
-    num_clears: int = 0
-    """Value of Conversations.num_clears when the latest request was admitted."""
+    num_resets: int = 0
+    """Number of the pool's resets when the latest request was admitted."""
 
 
-class Conversations(PoolObserver):
+class Conversations:
     """The conversations of the latest prompts."""
 
     def __init__(self, pool: BlockPool) -> None:
-        self.num_clears = 0
-        """Number of times that the prefix cache was emptied."""
-        pool.observers.append(self)
+        self.pool = pool
         self._by_end: OrderedDict[bytes, RecentConversation] = OrderedDict()
         """Hash of the last full block of the latest prompt -> conversation, the latest at the end."""
         self._num_begun = 0
@@ -70,14 +68,11 @@ class Conversations(PoolObserver):
         found.num_cached += num_cached
         found.tokens = None if request.media else sequence.tokens
         found.latest_prompt, found.extra_keys = request.num_prompt, request.extra_keys
-        found.num_clears = self.num_clears
+        found.num_resets = self.pool.num_resets
         known[hashes[-1]] = found
         if len(known) > MAX_KNOWN:
             known.popitem(last=False)
         self._forget_tokens()
-
-    def cleared(self) -> None:
-        self.num_clears += 1
 
     def remembered(self) -> Iterator[RecentConversation]:
         """The conversations whose tokens are kept, the latest first. Those behind the first one without were dropped,

@@ -223,7 +223,7 @@ def _reason_gone(scheduler: Scheduler, prompt: RecentConversation, end: int) -> 
     num_tokens = len(prompt.tokens or ())
     if end == num_tokens > prompt.latest_prompt:  # the KV of an output's last token is never computed
         return "longer"
-    return "evicted" if prompt.num_clears == scheduler.meter.conversations.num_clears else "cache_was_emptied"
+    return "evicted" if prompt.num_resets == scheduler.kv.pool.num_resets else "cache_was_emptied"
 
 
 def _shown(common: Common) -> NearestPrompt:
