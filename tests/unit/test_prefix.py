@@ -298,11 +298,19 @@ def test_a_fault_of_an_explanation_is_its_answer(monkeypatch: pytest.MonkeyPatch
     assert (seen[1].error, seen[1].num_prompt) == (None, len(PROMPT))
 
 
-def test_few_questions_wait() -> None:
+def test_few_questions_wait_and_others_are_refused_in_their_turn() -> None:
+    """A client tells answers apart by their order."""
     engine, seen = Recorded(None), list[PrefixSeen]()
-    for _ in range(prefix.MAX_ASKED + 1):
-        engine.core.prefix_questions.ask(Generate("?", pack_tokens(PROMPT), SamplingParams()), seen.append)
-    assert [each.error for each in seen] == ["64 questions about prompts wait already; ask again later"]
+    questions = engine.core.prefix_questions
+    for number in range(prefix.MAX_ASKED + 2):
+        questions.ask(Generate("?", pack_tokens(PROMPT + [9] * number), SamplingParams()), seen.append)
+    assert seen == []
+    while questions.is_on:
+        questions.advance()
+    taken, refused = seen[: prefix.MAX_ASKED], seen[prefix.MAX_ASKED :]
+    assert [answer.num_prompt for answer in taken] == [len(PROMPT) + number for number in range(prefix.MAX_ASKED)]
+    assert {answer.error for answer in taken} == {None}
+    assert [answer.error for answer in refused] == ["64 questions about prompts waited already; ask again later"] * 2
 
 
 def test_blocks_on_disk_follow_those_in_memory() -> None:

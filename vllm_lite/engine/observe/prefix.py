@@ -40,7 +40,7 @@ SLICE_PROMPTS = 1
 CONTEXT = 12
 """Number of tokens before and after a difference that are shown."""
 MAX_ASKED = 64
-"""Maximum number of questions that wait or are being answered."""
+"""Maximum number of questions that wait, or are being answered, with their prompts."""
 DEVICE, HOST, DISK = 1, 2, 3
 
 _logger = log.get(__name__)
@@ -238,7 +238,7 @@ class PrefixQuestions:
     def __init__(self, scheduler: Scheduler, intake: Intake) -> None:
         self._scheduler = scheduler
         self._intake = intake
-        self._asked: deque[tuple[Generate, Callable[[PrefixSeen], object]]] = deque()
+        self._asked: deque[tuple[Generate | None, Callable[[PrefixSeen], object]]] = deque()
         self._slices: Slices | None = None
 
     @property
@@ -246,10 +246,8 @@ class PrefixQuestions:
         return bool(self._asked)
 
     def ask(self, message: Generate, reply: Callable[[PrefixSeen], object]) -> None:
-        if len(self._asked) == MAX_ASKED:
-            reply(PrefixSeen(error=f"{MAX_ASKED} questions about prompts wait already; ask again later"))
-        else:
-            self._asked.append((message, reply))
+        """Take a question, which is refused, in its turn, if MAX_ASKED wait: clients expect answers in order."""
+        self._asked.append((message if len(self._asked) < MAX_ASKED else None, reply))
 
     def advance(self) -> None:
         """Do one slice of the oldest question, and answer it if that was the last."""
@@ -258,7 +256,7 @@ class PrefixQuestions:
         message, reply = self._asked[0]
         try:
             if self._slices is None:
-                self._slices = explain(self._scheduler, self._intake.unstarted(b"", message))
+                self._slices = self._begun(message)
             next(self._slices)
             return
         except StopIteration as done:
@@ -273,3 +271,8 @@ class PrefixQuestions:
         self._slices = None
         self._asked.popleft()
         reply(seen)
+
+    def _begun(self, message: Generate | None) -> Slices:
+        if message is None:
+            raise RequestError(f"{MAX_ASKED} questions about prompts waited already; ask again later")
+        return explain(self._scheduler, self._intake.unstarted(b"", message))
