@@ -263,9 +263,7 @@ class PrefixQuestions:
             seen: PrefixSeen = done.value
         except RequestError as error:
             seen = PrefixSeen(error=str(error))
-        except (
-            Exception
-        ) as error:  # a fault of ours: an explanation must not end the engine, whose requests it is beside
+        except Exception as error:  # a fault of ours must not end the engine, whose requests have no part in it
             _logger.exception("a prompt could not be explained")
             seen = PrefixSeen(error=f"the prompt could not be explained: {type(error).__name__}: {error}")
         self._slices = None
